@@ -200,7 +200,7 @@ def _receive(connection: PeerConnection, place: int, part: PartialFile, block: m
 
 
 class PeerServer:
-    """Serves models to other members. It calls `may_copy` again for each STEP_BYTES."""
+    """Server of models to other members. It calls `may_copy` again for each STEP_BYTES."""
 
     def __init__(
         self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]

@@ -1,4 +1,4 @@
-"""Text to tokens and back: templates, tokenizer, reasoning and tool calls. No HTTP.
+"""Text to tokens and back: templates, tokenizers, reasoning and tool calls. No HTTP.
 
-Read `conversation` (the request), `tokenizer.Text` (a model's text) and `transcript` (tokens in, events out).
+Read `conversation` (a request), `tokenizer.Text` (a model's text) and `transcript` (tokens in, events out).
 """

@@ -1,7 +1,7 @@
 """Streaming parser that separates a model's thoughts, text and calls. Pure.
 
-Text that could begin a marker waits. Special tokens are not shown, but count where a marker or a call is
-written with them. Stop strings count in the shown text of the answer.
+Text that may begin a marker is held back. Special tokens are not shown, but the markers and calls that they
+spell count. A stop string counts only in the shown text of the answer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .markups import Markup
 
 
 class StopFinder:
-    """Finder of the stop string that is complete first, the longest of several that end at one character.
+    """Search for the stop string that is complete first, or the longest that ends at the same character.
 
-    Linear in the text for any number of them: an automaton over all (Aho and Corasick, 1975).
+    Linear time for any number of stop strings (Aho and Corasick, 1975).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        #: Characters that lead to a state: so many at the text's end may belong to a stop string.
+        #: Length of a state's prefix: that many last characters may belong to a stop string.
         self._depth = [0]
         self._match = [0]  #: length of the longest stop string that ends in a state; 0 for none
-        self._fallback = [0]  #: the longest other state that a state ends with
+        self._fallback = [0]  #: state of the longest proper suffix
         for stop in stops:
             state = 0
             for character in stop:
@@ -45,7 +45,7 @@ class StopFinder:
                 state = self._next[state][character]
             self._match[state] = self._depth[state]
         states = deque(self._next[0].values())
-        while states:  # short ones first
+        while states:  # breadth first, as fallbacks are shorter
             state = states.popleft()
             for character, child in self._next[state].items():
                 self._fallback[child] = self._step(self._fallback[state], character)
@@ -62,7 +62,7 @@ class StopFinder:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """Return the text that is certain now: up to the stop string once it is found, then nothing."""
+        """Return the text that is certain by now. After the stop string there is none."""
         if self.found:
             return ""
         text, start = self._held + text, len(self._held)
@@ -80,7 +80,7 @@ class StopFinder:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return the text that was held back, as it is no stop string after all."""
+        """Return the text held back, which is no stop string after all."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -96,7 +96,7 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 
 class PartKind(Enum):
-    """Kind of a piece of an answer. A header has no text: it only parts what stands around it."""
+    """Kind of a piece of an answer. A header has no text and only separates its neighbors."""
 
     SAID = auto()
     THOUGHT = auto()
@@ -114,17 +114,17 @@ class AnswerPart(NamedTuple):
 class ReadingPlan:
     markup: Markup
     thinking: bool = False
-    calls: CallReader | None = None  #: None: no calls are looked for.
-    dropped: bool = False  #: Calls are left out.
+    calls: CallReader | None = None  #: None: calls are not searched for.
+    dropped: bool = False  #: Calls are omitted.
 
 
 LONG_TEXT = 4000  #: characters
-#: So many long texts that only began like calls; then none are looked for, to keep the time linear.
+#: After so many long texts that only began like calls, no more are searched for: it keeps the time linear.
 MOST_LONG_TEXTS = 8
 
 
 class AnswerParser:
-    """Parser of one answer, up to a stop string in its text. White space around markers is in no part."""
+    """Parser of one answer, up to a stop string in its text. It drops white space around markers."""
 
     def __init__(self, plan: ReadingPlan, stops: StopFinder | None = None) -> None:
         self._markup = plan.markup
@@ -132,17 +132,17 @@ class AnswerParser:
         self._shown = _ShownParts(stops, plan.dropped)
         self._finders: dict[tuple[PartKind, bool], StopFinder] = {}
         self._unread: deque[TextPiece] = deque()
-        self._waiting = _HeldText()  #: white space that is shown if text follows, or the words of a header
-        self._bare = False  #: The next text is shown without the white space before it.
-        self._spoken = False  #: Text came since the beginning, the last call or the last header.
-        self._answered = False  #: There is text of the answer, or a call.
+        self._waiting = _HeldText()  #: white space to show if text follows, or the words of a header
+        self._bare = False  #: The next text is shown without white space before it.
+        self._spoken = False  #: There was text since the beginning, the last call or the last header.
+        self._answered = False  #: There was text of the answer, or a call.
         self._thought: list[TextPiece] = []
-        self._long_texts = 0  #: long texts that began like calls and were none
+        self._long_texts = 0  #: long texts that began like calls but were not
         self._enter(PartKind.THOUGHT if plan.thinking else PartKind.SAID, after_marker=plan.thinking)
         forced = plan.calls is not None and plan.calls.forced
         free = bool(plan.markup.headers) and not plan.thinking and not forced
-        self._opening: list[TextPiece] | None = [] if free else None  #: until its meaning is clear
-        self._first_words = ""  #: of gpt-oss, which may continue the header that the prompt began
+        self._opening: list[TextPiece] | None = [] if free else None  #: held until its meaning is clear
+        self._first_words = ""  #: gpt-oss may continue the header that the prompt began
         if not plan.thinking:
             self._begin_bare()
 
@@ -162,7 +162,7 @@ class AnswerParser:
         return 0 if self._reader is None else self._reader.complete
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
-        """Yield the parts that are certain now. `special`: this is one special token."""
+        """Yield the parts that are certain by now. `special`: the text is one special token."""
         if not text:
             return
         if self._opening is None:
@@ -174,7 +174,7 @@ class AnswerParser:
             yield from self._shown.pass_on(self._begin(words.startswith("to=")))
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
-        """Yield the rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
+        """Yield the rest, up to a stop string. `cut`: the budget ended the answer, not the model."""
         yield from self._shown.pass_on(self._rest(cut))
         yield from self._shown.finish()
 
@@ -206,7 +206,7 @@ class AnswerParser:
             yield from self._called(reader.finish(cut))
             yield from self._read()
         rest = self._finder.finish()
-        if not (cut and sum(len(text) for text, _ in rest) > 1):  # a marker was cut; "<" alone may be words
+        if not (cut and sum(len(text) for text, _ in rest) > 1):  # a cut marker; "<" alone may be text
             yield from self._show(rest)
         waiting = self._waiting.take()
         if self._kind is PartKind.HEADER:
@@ -242,9 +242,9 @@ class AnswerParser:
             self._enter(PartKind.HEADER)
         elif marker == opens and not self._spoken:  # a model thinks before it speaks
             self._enter(PartKind.THOUGHT)
-        elif marker in headers or (marker in (opens, closes) and self._answered):  # written in letters
+        elif marker in headers or (marker in (opens, closes) and self._answered):  # spelled as text
             yield from self._word(marker)
-        elif marker == closes:  # of a thought that was left out
+        elif marker == closes:  # the thought before it was omitted
             self._enter(PartKind.SAID)
         elif marker in self._markup.wrappers:
             self._enter(PartKind.SAID, after_marker=not self._spoken)
@@ -257,9 +257,9 @@ class AnswerParser:
         if marker == closes:
             self._enter(PartKind.SAID)
             self._begin_bare()
-        elif marker == opens and self._bare:  # at its beginning it is that of the prompt again
+        elif marker == opens and self._bare:  # it repeats the marker that ends the prompt
             self._enter(PartKind.THOUGHT)
-        elif marker in self._markup.headers and special:  # the model closed no thought
+        elif marker in self._markup.headers and special:  # the model did not close its thought
             self._enter(PartKind.HEADER)
         else:
             yield from self._word(marker)
@@ -271,8 +271,8 @@ class AnswerParser:
     def _address(self) -> Iterator[AnswerPart]:
         """Enter the kind that a complete header announces: a call, a thought, or text.
 
-        The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
-        (`assistant commentary to=functions.f json`), which may be `analysis` as well.
+        The recipient follows the role (`assistant to=functions.f commentary json`) or the channel
+        (`assistant commentary to=functions.f json`). The channel may also be `analysis`.
         """
         header = self._waiting.take()
         recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
@@ -286,7 +286,7 @@ class AnswerParser:
     # --- calls
 
     def _begin_bare(self) -> None:
-        """Read calls at the beginning of an answer, where they may stand without a marker."""
+        """Read calls at the beginning of an answer, if they need no marker there."""
         if self._reader is not None and (self._reader.forced or self._reader.format.bare):
             for _ in self._begin_calls("", False):
                 raise AssertionError("nothing was read yet")
@@ -297,7 +297,7 @@ class AnswerParser:
         return self._called(self._reader.start(marker, special))
 
     def _called(self, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
-        """Yield what the reader of calls found. Text that is no call after all becomes text of the answer."""
+        """Yield the reader's calls. Text that proves to be no call becomes text of the answer."""
         reader = self._reader
         assert reader is not None
         for piece in pieces:
@@ -321,7 +321,7 @@ class AnswerParser:
                 yield from self._word(*word)
 
     def _calls_in_thought(self, cut: bool) -> Iterator[AnswerPart]:
-        """Yield the calls with which a thought ended: the client has nothing else to go on."""
+        """Yield the calls that end a thought, if the answer has neither text nor calls."""
         reader = self._reader
         if reader is None or reader.format.addressed or not self._thought:
             return
@@ -367,9 +367,9 @@ def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[
 class _MarkerFinder:
     def __init__(self, finder: StopFinder) -> None:
         self._finder = copy(finder)
-        self._pieces: deque[tuple[int, bool]] = deque()  # lengths of what it holds; True for special tokens
+        self._pieces: deque[tuple[int, bool]] = deque()  # lengths of held pieces; True for special tokens
         self.marker: list[TextPiece] = []
-        self.rest: list[TextPiece] = []  #: behind the marker
+        self.rest: list[TextPiece] = []  #: after the marker
 
     @property
     def held(self) -> int:
@@ -398,12 +398,12 @@ class _MarkerFinder:
 
 
 class _ShownParts:
-    """Filter of parts: up to the first stop string, without white space around markers."""
+    """Filter that drops parts after the first stop string, and white space around markers."""
 
     def __init__(self, stops: StopFinder | None, dropped: bool) -> None:
         self._stops = stops
         self.dropped = dropped
-        self._trailing = _HeldText()  #: White space that is shown if more of the kind of the last part comes.
+        self._trailing = _HeldText()  #: white space to show if another part of the last kind follows
         self._last = PartKind.SAID
 
     @property
@@ -434,7 +434,7 @@ class _ShownParts:
                 yield AnswerPart(PartKind.SAID, text)
 
     def _released(self) -> Iterator[AnswerPart]:
-        """Yield text that could have become a stop string. None reaches across a thought or a call."""
+        """Yield text held back for a stop string, which cannot reach across a thought or a call."""
         held = "" if self._stops is None or self._stops.found else self._stops.finish()
         if held:
             yield AnswerPart(PartKind.SAID, held)
@@ -452,7 +452,7 @@ class _ShownParts:
 
 
 class _HeldText:
-    """Text in pieces, because joining them at each new one would take quadratic time."""
+    """Text in pieces: joining at each new piece would take quadratic time."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""Values of arguments that a model wrote as plain text, in the types of the tool's schema. Pure."""
+"""Arguments that a model wrote as plain text, converted to the types of the tool's schema. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from urllib.parse import unquote
 from .json_limits import integral, parsed
 from .json_mender import PYTHON_QUOTES, mended
 
-_MOST_STEPS = 8  # of references and combinations, one inside another
-_MOST_PLACES = 10_000  # of schemas, looked at for types
+_MOST_STEPS = 8  # nested references and combinations
+_MOST_PLACES = 10_000  # subschemas searched for types
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
-#: Names of JSON's types, and what others call them.
+#: Names of JSON's types, and their common synonyms.
 _TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
     "str": "string", "text": "string", "varchar": "string", "char": "string",
     "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
@@ -26,13 +26,13 @@ _TYPE_OF: Mapping[type, str] = {
     dict: "object",
 }  # fmt: skip
 Schema = Mapping[str, Any]
-KnownTypes = dict[tuple[int, int], frozenset[str]]  #: Types by the identity of a schema and the steps to it.
+KnownTypes = dict[tuple[int, int], frozenset[str]]  #: Types by a schema's identity and the steps left.
 
 
 def types_of(
     schema: object, root: Schema, known: KnownTypes | None = None, steps: int = _MOST_STEPS
 ) -> frozenset[str]:
-    """Return the types that a schema in `root` allows; empty: any. `known`: those found in that root."""
+    """Return the types that a schema within `root` allows; empty: any. `known` caches them for one root."""
     if not isinstance(schema, Mapping) or not steps:
         return frozenset()
     known, place = {} if known is None else known, (id(schema), steps)
@@ -67,7 +67,7 @@ def _types_in(schema: Schema, root: Schema, known: KnownTypes, steps: int) -> fr
 
 
 def property_types(parameters: Schema, name: str) -> frozenset[str] | None:
-    """Return the types of a tool's argument; None where its schema does not describe it."""
+    """Return the types of a tool's argument; None if its schema does not describe it."""
     properties = parameters.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return types_of(properties[name], parameters)
@@ -77,10 +77,10 @@ def property_types(parameters: Schema, name: str) -> frozenset[str] | None:
 
 
 def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> object:
-    """Return the value that a model wrote without quotes, of the most specific type that fits.
+    """Return the value that a model wrote without quotes, in the most specific type that fits.
 
-    Text of no fitting type stays text, so that the client sees the mistake. Without a type, `null` is JSON,
-    and objects and lists are if the schema describes the argument; with `guess`, all is that can be.
+    Text that fits no type stays text, so that the client sees the mistake. Without a type, `null` is read as
+    JSON; so are objects and lists if the schema describes the argument, and with `guess` all literals.
     """
     bare = text.strip()
     if types == frozenset({"string"}):
@@ -98,14 +98,14 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
     return value if kind in types or (kind == "integer" and "number" in types) else text
 
 
-_NO_LITERAL = object()  # of a text that is none
+_NO_LITERAL = object()  # for a text that is not a literal
 _WORDS: Mapping[str, object] = {
     "true": True, "false": False, "True": True, "False": False, "null": None, "None": None,
 }  # fmt: skip
 
 
 def _literal(text: str, mends: bool) -> object:
-    """Return the value of a text in JSON or Python, no string. With `mends`, containers may have mistakes."""
+    """Return the value of a JSON or Python literal, but no string. With `mends`, mend its containers."""
     if text in _WORDS:
         return _WORDS[text]
     value = parsed(mended(text, PYTHON_QUOTES) if mends and text[:1] in ("{", "[") else text, _NO_LITERAL)
@@ -114,7 +114,7 @@ def _literal(text: str, mends: bool) -> object:
 
 
 def referred(reference: str, root: object) -> Any:
-    """Return what a JSON pointer leads to, behind a "#" or alone; None: nothing."""
+    """Return the target of a JSON pointer, with or without "#"; None if there is none."""
     start, *parts = reference.split("/")
     found = root if start in ("", "#") else None
     for part in parts:
@@ -127,7 +127,7 @@ def referred(reference: str, root: object) -> Any:
 
 
 def named_types(given: object) -> list[str]:
-    """Return JSON's names of the types of a schema's keyword; none if one is unknown."""
+    """Return JSON's names of the types in a schema's `type`; [] if one is unknown."""
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     found = [*dict.fromkeys(_TYPES.get(str(name).strip().lower(), "") for name in names)]
     return [] if "" in found else found

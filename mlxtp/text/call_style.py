@@ -1,7 +1,7 @@
-"""Style in which a chat template writes calls, found by probing it. Pure.
+"""Style that a chat template writes calls in, found by probing the template. Pure.
 
-A call that a grammar forces is written in this style, so that the next turn's prompt repeats its tokens and
-the prefix cache holds them.
+A grammar forces calls in this style. The next turn's prompt then repeats their tokens, and the prefix cache
+holds them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ..errors import RequestError
 from .calls import CallFormat
 from .conversation import Call, ChatMessage, Conversation, Tool
 
-#: Write a conversation; True adds the beginning of the answer. Raises RequestError.
+#: Renders a conversation; with True also the beginning of the answer. Raises RequestError.
 Render = Callable[[Conversation, bool], str]
 
 _NAME, _ID, _TEXT = "probe_name", "probeid00", "probe text"
 _KEYS = ("probe_a", "probe_c")
 _USER = ChatMessage("user", "probe user")
 _OBJECT = re.compile(r'\{"probe_a"(\s*:\s*)"probe_b"(\s*,\s*)"probe_c"\1"probe_d"\}')
-# Atomic, hence linear: a template may write any number of these.
+# Atomic groups keep it linear: a template may repeat these words any number of times.
 _FIELDS = re.compile(r'(?>([^"]*?)probe_a)(?>([^"]*?)probe_b)(?>([^"]*?)probe_c)(?>[^"]*?probe_d)([^"]*)')
 _TOOL = Tool(
     _NAME,
@@ -32,7 +32,7 @@ _TOOL = Tool(
 
 @dataclass(frozen=True, slots=True)
 class Separators:
-    """Text between two items of JSON, and between a key and its value."""
+    """Text between two JSON items, and between a key and its value."""
 
     item: str = ", "
     key: str = ": "
@@ -40,26 +40,26 @@ class Separators:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """Style of a call: `before`, its name, `between`, its arguments, `after`."""
+    """Style of a call: `before`, name, `between`, arguments, `after`."""
 
     before: str
     between: str
     after: str
     separators: Separators = Separators()
-    field: tuple[str, str, str] | None = None  #: around each key and value without quotes; None: in JSON
+    field: tuple[str, str, str] | None = None  #: around an unquoted key and value; None: arguments are JSON
 
 
 def answer_prefix(render: Render) -> str:
-    """Return the text that the template writes before an answer, such as a channel of gpt-oss."""
+    """Return the text that the template writes before an answer, such as gpt-oss's channel."""
     prompt, written = _written(render, ChatMessage("assistant", _TEXT), ())
     start, end = len(prompt), written.rfind(_TEXT)
     return written[start:end] if written.startswith(prompt) and end > start else ""
 
 
 def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> CallStyle | None:
-    """Return the style of the template's calls; None where a grammar cannot follow it.
+    """Return the style of the template's calls; None if no grammar can follow it.
 
-    That is where a call carries its id, or its arguments come before its name. `ends` end an answer.
+    No grammar follows a call with an id, or with arguments before the name. `ends` end an answer.
     """
     arguments = '{"probe_a": "probe_b", "probe_c": "probe_d"}'
     try:

@@ -1,6 +1,6 @@
-"""Ways to write a call, and their readers. Pure.
+"""Syntaxes of calls, and readers of their bodies. Pure.
 
-A call ends where its syntax says: a file's content may hold any markup. Its arguments leave as valid JSON.
+Only its syntax ends a call, because the content of a file may hold any markup. Readers return valid JSON.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .json_mender import JSON_QUOTES, JsonMender, mended, skip_blanks
 
 class CallBody(ABC):
     done = False  #: The call is over.
-    doubtful = False  #: It may be over; if other text follows, its `push` takes that.
-    end_is_own = False  #: It is doubtful, and nothing but what follows could show that it is not over.
+    doubtful = False  #: It may be over. `push` decides by the text that follows.
+    end_is_own = False  #: It is doubtful, and only later text could show that it goes on.
     rest = ""  #: text after the end
-    name: str | None = None  #: the tool's name as written; None while it is unknown
+    name: str | None = None  #: the tool's name as written; None until known
     id = ""
-    has_arguments = True  #: The model wrote some, even if they are empty.
-    streams = False  #: Arguments that `push` returned were passed on.
-    is_call = True  #: False while text of the answer may look the same.
+    has_arguments = True  #: The model wrote arguments, perhaps empty ones.
+    streams = False  #: The reader has passed on arguments that `push` returned.
+    is_call = True  #: False while it may still be text of the answer.
 
     @property
     def complete(self) -> bool:
@@ -35,20 +35,20 @@ class CallBody(ABC):
 
     @abstractmethod
     def push(self, text: str, end: bool = False) -> str:
-        """Return arguments that can be passed on already. `end`: this special token can only end the call."""
+        """Return arguments that are certain. `end`: the text is a special token that only ends calls."""
 
     @abstractmethod
     def close(self) -> str:
-        """End the call where it is, and return further arguments to pass on."""
+        """End the call here, and return its remaining arguments."""
 
     @abstractmethod
     def arguments(self) -> tuple[str, str]:
-        """Return all arguments as JSON of an object, and the text that no such object can hold."""
+        """Return all arguments as a JSON object, and text that does not fit into one."""
 
 
 @dataclass(frozen=True)
 class JsonSyntax:
-    """An object in JSON with the tool's name among its fields. `keyed`: its only key is the name."""
+    """A JSON object with the tool's name among its fields. `keyed`: the name is its only key."""
 
     keyed: bool = False
 
@@ -69,14 +69,14 @@ class JsonSyntax:
 
 @dataclass(frozen=True)
 class NamedSyntax:
-    """One of `before`, with `{}` for the tool's name, perhaps `lead`, then an object in one of `opening`."""
+    """A name within one of `before` (as `{}`), perhaps `lead`, then an object opened by `opening`."""
 
     before: tuple[str, ...]
-    lead: re.Pattern[str] = re.compile(r"\s*")  #: A group `number` makes an id, as Kimi's `functions.NAME:0`.
+    lead: re.Pattern[str] = re.compile(r"\s*")  #: A group `number` makes an id, as in `functions.NAME:0`.
     opening: str = "{"
     quotes: tuple[str, ...] = JSON_QUOTES
-    wrapper: str = ""  #: the object's field that holds the arguments
-    plain: bool = False  #: Words of an answer may look the same.
+    wrapper: str = ""  #: field of the object that holds the arguments
+    plain: bool = False  #: Text of an answer may look the same.
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
         for before in self.before:
@@ -89,17 +89,17 @@ class NamedSyntax:
 
 @dataclass(frozen=True)
 class TaggedSyntax:
-    """One of `before`, with `{}` for the tool's name, and of `behind`, values between tags, and `end`."""
+    """A name within one of `before` (as `{}`), one of `behind`, tagged values, and `end`."""
 
     before: tuple[str, ...]
     behind: tuple[str, ...]
     end: str
-    opening: re.Pattern[str]  #: with a group `key`, and perhaps `type`
+    opening: re.Pattern[str]  #: with a group `key` and perhaps `type`
     closing: str  #: with `{}` for the key
-    gap: str | None = "\n"  #: stands behind each value; None: any white space
-    before_values: re.Pattern[str] = re.compile(r"(?!)")  #: may stand before the first value
+    gap: str | None = "\n"  #: text after each value; None: any white space
+    before_values: re.Pattern[str] = re.compile(r"(?!)")  #: optional text before the first value
     framed: bool = False  #: One newline on each side of a value belongs to the tags.
-    nested: bool = False  #: Objects and lists stand in tags, too.
+    nested: bool = False  #: Objects and lists are written as tags too.
     guess: bool = False  #: as in `typed`
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
@@ -117,11 +117,11 @@ class TaggedSyntax:
 
     @cached_property
     def tags(self) -> re.Pattern[str]:
-        """An opening or a closing. Only an opening has a `key`."""
+        """Pattern of an opening or a closing. Only an opening has a `key`."""
         return re.compile(f"{self.opening.pattern}|{self.closings.pattern}", self.opening.flags)
 
     def closes(self, text: str) -> bool:
-        """Return True if this text ends with a closing as templates write it, or behind a single line."""
+        """Return True if text ends with a closing as templates write it, or after a one-line value."""
         text = text.rstrip()
         inside = text.removesuffix(self.closing.rpartition("{}")[2])
         if inside == text or not self.framed or inside.endswith("\n"):
@@ -131,13 +131,13 @@ class TaggedSyntax:
         return opening is not None and "\n" not in lines[opening.end() :].removeprefix("\n")
 
 
-#: `heads` yields beginnings of a call without white space, and how many signs of each the body skips. `body`
-#: returns the reader of the rest, which stops at each of `ends`, unless a string is open.
+#: `heads` yields how a call may begin, without white space, and the length that its body skips. `body`
+#: returns the reader of the rest. It stops at each of `ends`, except in a string.
 CallSyntax = JsonSyntax | NamedSyntax | TaggedSyntax
 
-_NAMES = ("name", "tool_name", "function", "tool")  # fields of a call in JSON
+_NAMES = ("name", "tool_name", "function", "tool")  # a JSON call's fields for the name
 _ARGUMENTS = ("arguments", "parameters")
-_MISNAMED = ("args", "input")  # what some models call the arguments
+_MISNAMED = ("args", "input")  # some models' fields for the arguments
 _BESIDE = ("type", "id", "tool_call_id", "index", "thought")
 
 
@@ -151,8 +151,8 @@ class JsonCall(CallBody):
     def __init__(self, keyed: bool, ends: Sequence[str]) -> None:
         self._keyed = keyed
         self._fields = JsonMender(stops=ends, apart=() if keyed else _ARGUMENTS)
-        self._written: list[str] = []  # its fields in JSON, without its arguments
-        self._passed = 0  # pieces of its arguments that were returned
+        self._written: list[str] = []  # JSON of its fields, without the arguments
+        self._passed = 0  # pieces of the arguments that were returned
         self._value: object = None
 
     @property
@@ -204,7 +204,7 @@ class JsonCall(CallBody):
         self.name = name if isinstance(name, str) else None
         given = [inner[key] for key in _ARGUMENTS if key in inner]
         others = {key: value for key, value in inner.items() if key not in (*_NAMES, *_BESIDE)}
-        if not given and len(others) == 1:  # an argument may have one of these names, too
+        if not given and len(others) == 1:  # among other fields it is an argument of that name
             given = [each for key in _MISNAMED if _is_object(each := others.get(key))]
         self._value, self.has_arguments = (given or [others])[0], bool(given)
         id_ = fields.get("id", fields.get("tool_call_id"))
@@ -277,10 +277,10 @@ class _TagBalance:
     def __init__(self, tags: re.Pattern[str]) -> None:
         self._tags = tags
         self._seen = 0  # characters
-        self.open = 0  # values
+        self.open = 0  # open values
 
     def lowest(self, text: str) -> int | None:
-        """Count the tags in what is new of a text. Return the least count among them; None without tags."""
+        """Count the tags in new text. Return the lowest count of open values, None without tags."""
         lowest = None
         for tag in self._tags.finditer(text, self._seen):
             count = self.open + (1 if tag["key"] else -1)
@@ -291,10 +291,10 @@ class _TagBalance:
 
 
 class _TaggedCall(CallBody):
-    """Call whose values may hold calls themselves, so that only what follows shows which end is its own.
+    """Call whose values may contain calls, so that only later text shows which end is its own.
 
-    That is an end behind a closing, unless a closing too many follows. It is taken where all values are
-    closed and another call, or text with values, follows; else at the answer's end.
+    A likely end follows a closing, unless more closings than openings follow. It is final once all values are
+    closed and another call, or text with values, follows; or at the answer's end.
     """
 
     def __init__(
@@ -306,10 +306,10 @@ class _TaggedCall(CallBody):
         self._ends = [syntax.end, *(end for end in ends if end != syntax.end)]
         self._text: list[str] = []
         self._length = 0
-        self._tail = ""  # in which an end may begin
+        self._tail = ""  # may contain the beginning of an end
         self._balance = _TagBalance(syntax.tags)
-        self._end = self._own_end = -1  # of the text, at the latest end and at the likely one
-        self._own_open = 0  # values that were open there
+        self._end = self._own_end = -1  # lengths of the text at the latest end and at the likely one
+        self._own_open = 0  # open values at the likely end
 
     def push(self, text: str, end: bool = False) -> str:
         self.doubtful = self.end_is_own = False
@@ -349,7 +349,7 @@ class _TaggedCall(CallBody):
         self._own_end, self._own_open = (self._end, open_) if closes else (-1, 0)
 
     def _in_string(self, written: str) -> bool:
-        """Return True if this ends in a string of a value that the schema wants in JSON."""
+        """Return True if text ends within a string of a value that the schema wants as JSON."""
         for opening in reversed(list(self._syntax.opening.finditer(written))):
             if _is_json(self._schema, _key(opening)):
                 value = written[opening.end() :].lstrip()
@@ -404,15 +404,15 @@ class _TaggedValues:
             value = self._value(key, text[opening.end() : end], opening.groupdict().get("type"))
             if key not in found:
                 found[key] = value
-            elif self._syntax.nested:  # an element that stands several times is a list
+            elif self._syntax.nested:  # a repeated element is a list
                 found[key] = [*found[key], value] if isinstance(found[key], list) else [found[key], value]
         return found
 
     def _end_of(self, text: str, opening: re.Match[str], missing: frozenset[str]) -> tuple[int, int]:
-        """Return where a value ends, and where the text after its closing begins.
+        """Return the end of a value, and the start of the text after its closing.
 
-        A closing belongs to the innermost opening before it, and counts if another value or nothing follows.
-        Before one of the `missing` arguments of the schema a value ends in any case, even if not closed.
+        A closing belongs to the innermost opening before it. It counts if another value or nothing follows.
+        An opening of one of the schema's `missing` arguments ends a value even without a closing.
         """
         start, depth, last = opening.end(), 0, -1
         nested = self._syntax.nested
@@ -437,7 +437,7 @@ class _TaggedValues:
                 if following is not None and not nested and _key(following) in missing:
                     return closed, start
                 if following is not None and self._syntax.gap not in (None, text[start:behind]):
-                    following = None  # no template writes it so
+                    following = None  # no template writes this
                 if nested or behind == len(text) or following is not None:
                     if not depth:
                         return closed, start
@@ -461,7 +461,7 @@ class _TaggedValues:
         return typed(text, property_types(self._schema, key), guess=guess)
 
     def _elements(self, key: str, text: str) -> object:
-        """Return the object or list that is written in tags of its own; a list has `item` in each."""
+        """Return an object or list that is written as tags; in a list each tag is `item`."""
         properties = self._schema.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         inner = schema if isinstance(schema, Mapping) else {}
@@ -475,7 +475,7 @@ class _TaggedValues:
 
 
 def _is_json(schema: Mapping[str, Any], key: str) -> bool:
-    """Return True if an argument can be an object or a list, and no text."""
+    """Return True if an argument can be an object or a list, but not text."""
     types = property_types(schema, key) or frozenset()
     return "string" not in types and bool(types & {"object", "array"})
 

@@ -1,6 +1,6 @@
-"""Reader of tool calls in a model's text. Pure, but for the ids that it makes up.
+"""Reader of tool calls in a model's text. Pure, except for random ids.
 
-A call begins where an offered tool is called in the family's syntax; everything else is text.
+A call begins with an offered tool's name in the family's syntax. Everything else is text.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from .call_syntax import CallBody, CallSyntax, NamedSyntax, compact
 from .conversation import Tool
 
-_LONGEST_HEAD = 1000  # characters up to the name of a call's tool
-_BETWEEN = ";,[]}"  # signs that may stand between two calls, beside white space
+_LONGEST_HEAD = 1000  # characters of a call up to its tool's name
+_BETWEEN = ";,[]}"  # signs that, besides white space, may separate two calls
 _FENCES = ("```json", "```python", "```")  # of Markdown, around calls
 
-TextPiece = tuple[str, bool]  #: text, and True if it is one special token
+TextPiece = tuple[str, bool]  #: text; True if it is one special token
 
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A piece of call number `index`. The first of each has its `id` and `name` and no text."""
+    """A piece of call number `index`. Its first piece has `id` and `name`, but no text."""
 
     index: int
     text: str = ""
@@ -35,18 +35,18 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format of a family's calls: any number between one of `starts` and one of `ends`, or the answer's."""
+    """A family's format: calls between one of `starts` and one of `ends`, or the answer's end."""
 
     name: str
-    starts: tuple[str, ...]  #: A template writes the first.
-    ends: tuple[str, ...]  #: A grammar writes the first, a template the last.
+    starts: tuple[str, ...]  #: Templates write the first.
+    ends: tuple[str, ...]  #: Grammars write the first, templates the last.
     syntaxes: tuple[CallSyntax, ...]
-    #: Texts that begin a call without `starts`, with `{}` for a tool's name. `JsonSyntax` then needs an end.
+    #: Beginnings of a call without `starts`, with `{}` for the tool's name. `JsonSyntax` then needs an end.
     direct: tuple[str, ...] = ()
-    bare: str = ""  #: An answer that begins with one of these signs may be a call, too.
-    streams: bool = False  #: Arguments in JSON are passed on while they come.
+    bare: str = ""  #: An answer that begins with one of these signs may also be a call.
+    streams: bool = False  #: JSON arguments are passed on as they arrive.
     past: str = '{"name": "NAME", "arguments": ARGUMENTS}'  #: a call without markers
-    id_mark: str = ""  #: stands before an id of the model's
+    id_mark: str = ""  #: precedes an id that the model wrote
     addressed: bool = False  #: A call is a message to a tool.
 
     @property
@@ -72,11 +72,11 @@ class CallFormat:
         return f"{self.start}{call}{self.ends[-1] if self.ends else ''}"
 
 
-_CallHead = tuple[int, CallSyntax, str]  # signs of a head that its body skips, its syntax, the tool's name
+_CallHead = tuple[int, CallSyntax, str]  # length that the body skips, syntax, the tool's name
 
 
 class _OfferedCalls:
-    """Calls of tools with these names, in a model's format. `markers`: texts with which they may begin."""
+    """How calls of tools with these names begin, in a model's format. `markers`: their first texts."""
 
     def __init__(self, format_: CallFormat, names: Sequence[str]) -> None:
         self._heads: dict[str, _CallHead] = {
@@ -93,7 +93,7 @@ class _OfferedCalls:
         return any(token in head for head in self._heads)
 
     def head(self, text: str, at: int) -> tuple[bool, _CallHead | None]:
-        """Return the call that begins at this place of a text, if any, and whether that is clear."""
+        """Return whether it is clear if a call begins at this place, and the call's head if one does."""
         if text[at] in self._first_signs:
             written = compact(text[at : at + _LONGEST_HEAD + 1]).replace("'", '"')
             if heads := [head for head in self._heads if written.startswith(head)]:
@@ -103,11 +103,11 @@ class _OfferedCalls:
         return True, None
 
 
-_offered = lru_cache(maxsize=16)(_OfferedCalls)  # agents offer the same tools at every turn
+_offered = lru_cache(maxsize=16)(_OfferedCalls)  # clients offer the same tools at every turn
 
 
 class _Pieces(list[TextPiece]):
-    """Pieces of which none is taken away; the length of each is read once."""
+    """Pieces that are only appended, so that each length is counted once."""
 
     _counted = _chars = 0
 
@@ -120,15 +120,15 @@ class _Pieces(list[TextPiece]):
 
 class ReaderState(Enum):
     OPEN = auto()
-    CLOSED = auto()  #: behind a call. Text that was not used is in `rest`.
-    REFUSED = auto()  #: It was no call; all is in `rest`.
+    CLOSED = auto()  #: after a call. `rest` has the unused text.
+    REFUSED = auto()  #: It was no call. `rest` has all text.
 
 
 class CallReader:
-    """Reader of the calls of one answer, in runs: from one of `markers` on up to other text.
+    """Reader of one answer's calls, in runs: each from one of `markers` up to other text.
 
-    `forced`: a grammar guarantees a call in JSON. `most`: so many are read; 0 for all. A `str` that it yields
-    is text of the answer.
+    `forced`: a grammar guarantees a JSON call. `most`: calls to read; 0 for all. A `str` that it yields is
+    text of the answer.
     """
 
     def __init__(
@@ -138,16 +138,16 @@ class CallReader:
         self.format = format_
         self.forced = forced
         self.most = most
-        self.complete = 0  #: calls that were read to their end
+        self.complete = 0  #: calls read to their end
         self._ids: list[str] = []  # of all calls
         self.state = ReaderState.CLOSED
         self.rest: list[TextPiece] = []
-        self.marker = ""  #: with which the run began
-        self._first = True  # no call of the run is certain
-        self._ended = False  # one of the format's ends stands behind the last call
-        self._raw = _Pieces()  # all of the run behind its last certain call
-        self._pending: list[TextPiece] = []  # the part of it whose meaning is not clear
-        self._specials = _Pieces()  # the last tokens, which may end the answer instead of a string
+        self.marker = ""  #: began the run
+        self._first = True  # the run has no certain call yet
+        self._ended = False  # one of the format's ends follows the last call
+        self._raw = _Pieces()  # the run after its last certain call
+        self._pending: list[TextPiece] = []  # the part of `_raw` whose meaning is not clear
+        self._specials = _Pieces()  # last tokens: they may end the answer, even inside a string
         self._body: CallBody | None = None
 
     def another(self) -> CallReader:
@@ -182,7 +182,7 @@ class CallReader:
 
     @property
     def _in_doubt(self) -> bool:
-        """True if what follows decides whether the call is over, or whether it is one."""
+        """True if later text decides whether this is a call, or is over."""
         return self._body is not None and (self._body.done or self._body.doubtful)
 
     def start(self, marker: str = "", special: bool = False) -> Iterator[CallText | str]:
@@ -194,7 +194,7 @@ class CallReader:
         return self._look()
 
     def push(self, text: str, special: bool = False) -> Iterator[CallText | str]:
-        """Read more of a run. `special`: this is one special token."""
+        """Read more of a run. `special`: the text is one special token."""
         self._specials.append((text, special))
         marks = (*self.format.ends, *self.format.starts)
         if special and not any(text in mark for mark in marks) and not self._offered.holds(text):
@@ -216,7 +216,7 @@ class CallReader:
                     yield from self._look()
 
     def finish(self, cut: bool) -> Iterator[CallText | str]:
-        """End the run with the answer. `cut`: the budget ended it, not the model."""
+        """End the run with the answer. `cut`: the budget ended the answer, not the model."""
         words = not self.marker or self._direct
         while self.state is ReaderState.OPEN and (body := self._body) is not None:
             incomplete = self._needs_end and not self._ended
@@ -236,13 +236,13 @@ class CallReader:
         self._leave(self._first and (words or not cut), [] if nothing else self._pending)
 
     def _leave(self, refused: bool, rest: Sequence[TextPiece] = ()) -> None:
-        """End the run. `refused`: what stands behind its last certain call is none."""
+        """End the run. `refused`: the text after its last certain call is no call."""
         self.state = ReaderState.REFUSED if refused else ReaderState.CLOSED
         self.rest = self._raw if refused else list(rest)
         self._raw, self._body = _Pieces(), None
 
     def _feed(self, text: str, special: bool) -> Iterator[CallText | str]:
-        """Give text to the body. If it is over, or may be, the text behind it is pending."""
+        """Give text to the body. If it is or may be over, the remaining text is pending."""
         body = self._body
         assert body is not None
         new = body.push(text, special and text in self.format.ends)
@@ -264,13 +264,13 @@ class CallReader:
             self._pending = [] if body.rest.isspace() else behind
 
     def _begun(self, body: CallBody, tool: Tool) -> CallText:
-        """Return the first piece of a call. Some models number the calls of each answer from 0."""
+        """Return a call's first piece. A repeated id is replaced: some models count from 0 in each answer."""
         own = bool(body.id) and body.id not in self._ids
         self._ids.append(body.id if own else f"call_{secrets.token_hex(12)}")
         return CallText(len(self._ids) - 1, "", self._ids[-1], tool.name)
 
     def _end_call(self, body: CallBody, cut: bool) -> Iterator[CallText | str]:
-        """Yield a call that is over, or its last arguments. Refuse it if it calls no offered tool."""
+        """Yield a complete call, or its last arguments. Refuse it if its tool is not offered."""
         if body.streams:
             self.complete += not cut or body.complete
             if not cut and (more := body.close()):
@@ -290,7 +290,7 @@ class CallReader:
         self._body, self._first, self._ended = None, False, False
 
     def _look(self) -> Iterator[CallText | str]:
-        """Read what is pending: what stands before a call, between two, or behind a doubtful end."""
+        """Interpret pending text: before a call, between two, or after a doubtful end."""
         while self.state is ReaderState.OPEN and self._pending and not self.enough:
             if self._body is not None and not self._in_doubt:
                 return
@@ -306,7 +306,7 @@ class CallReader:
             elif self._needs_end:
                 self._leave(refused=True)
             elif body is not None and (body.done or (body.end_is_own and (head or self._pending[0][1]))):
-                # Another call, or a special token of the model's own, cannot stand in a value.
+                # A value contains neither another call nor one of the model's special tokens.
                 yield from self._end_call(body, cut=False)
                 self._raw = _Pieces(self._pending)
             elif body is not None:
@@ -325,7 +325,7 @@ class CallReader:
                 yield from self._feed(text[at:], False)
 
     def _next(self, text: str) -> tuple[bool, int, _CallHead | None]:
-        """Return whether it is clear what follows, its place behind blanks and markers, and its call."""
+        """Return whether the next text is clear, its place after blanks and markers, and its call if any."""
         if self._first and not self.marker and not self.forced:
             begins = next(text.lstrip()[0] for text, _ in self._raw if not text.isspace())
             if begins not in self.format.bare:

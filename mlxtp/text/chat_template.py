@@ -1,7 +1,7 @@
-"""Conversations in the form that a model's chat template can write whole. Pure.
+"""Conversations, rewritten so that a model's chat template keeps all of them. Pure.
 
-Templates refuse or drop what their makers did not think of. `traits_of` finds once what one can do,
-`template_messages` writes each conversation so that nothing is lost, `left_out` checks the prompt.
+Templates refuse or drop messages that their authors did not expect. `traits_of` probes a template once,
+`template_messages` adapts each conversation to it, and `left_out` checks the prompt.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from .json_limits import parsed
 from .markups import JSON_CALLS, NO_MARKUP, Markup
 
 Json = dict[str, Any]
-#: Write messages, with tools, and the beginning of an answer. Raises RequestError.
+#: Renders messages, with tools, and the beginning of an answer. Raises RequestError.
 TemplateRender = Callable[[Sequence[Json], Sequence[Json]], str]
-WriteCall = Callable[[str, Mapping[str, Any]], str]  #: of a tool's name and its arguments
+WriteCall = Callable[[str, Mapping[str, Any]], str]  #: takes a tool's name and the arguments
 
 
-REFUSED = 400  #: the status of a template's refusal
-THOUGHT_PARTS = "parts"  #: Thoughts are a part of the content.
-SHORT_IDS = "{number:09}"  #: Mistral's templates take no others.
-NAMED_IDS = "functions.{name}:{index}"  #: Kimi's templates write them in place of the tools' names.
-IDS = ("", SHORT_IDS, NAMED_IDS)  #: the client's own, or one of these
+REFUSED = 400  #: status of a template's refusal
+THOUGHT_PARTS = "parts"  #: Thoughts are parts of the content.
+SHORT_IDS = "{number:09}"  #: The only ids that Mistral's templates accept.
+NAMED_IDS = "functions.{name}:{index}"  #: Kimi's templates write ids instead of the tools' names.
+IDS = ("", SHORT_IDS, NAMED_IDS)  #: "": the client's own ids
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    parts: bool = False  #: Content has to be a list of parts.
-    system: bool = True  #: a system message at the beginning
-    systems: bool = True  #: several there
-    later_systems: bool = True  #: others further on
+    parts: bool = False  #: Content must be a list of parts.
+    system: bool = True  #: a system message first
+    systems: bool = True  #: several system messages first
+    later_systems: bool = True  #: system messages further on
     neighbours: bool = True  #: two messages of one role in a row
-    first_assistant: bool = True  #: a conversation that begins with the assistant
-    last_assistant: bool = True  #: one that ends with it
-    no_user: bool = True  #: one without a message of the user
-    words_behind_results: bool = True  #: a message of the user behind a tool's result
+    first_assistant: bool = True  #: The assistant begins.
+    last_assistant: bool = True  #: The assistant ends.
+    no_user: bool = True  #: no message by the user
+    words_behind_results: bool = True  #: a user's message after a tool's result
     tools: bool = False  #: descriptions of tools
-    tools_alone: bool = True  #: those without a system message
-    calls: bool = True  #: those of the assistant
-    arguments_as_text: bool = False  #: Their arguments have to be JSON text.
-    ids: str = ""  #: the form of ids, of `IDS`
+    tools_alone: bool = True  #: tools without a system message
+    calls: bool = True  #: the assistant's calls
+    arguments_as_text: bool = False  #: Arguments must be JSON text.
+    ids: str = ""  #: form of ids, one of `IDS`
     several_calls: bool = True  #: in one message
     words_beside_calls: bool = True
-    thoughts: str = "reasoning_content"  #: the field for thoughts of a message with calls, or empty
-    thoughts_beside_words: bool = True  #: those of a message that has text, too
-    cut_markers: tuple[str, ...] = ()  #: markers of the model that it does not write in the assistant's text
-    cuts_all: bool = False  #: It writes none, in any text.
+    thoughts: str = "reasoning_content"  #: field for the thoughts of a message with calls; "": none
+    thoughts_beside_words: bool = True  #: thoughts of a message that also has text
+    cut_markers: tuple[str, ...] = ()  #: the model's markers that are missing from the assistant's text
+    cuts_all: bool = False  #: All markers are missing from all text.
 
 
 # --- messages for a template ------------------------------------------------------------------------------
 
-#: Describes tools to a model whose template does not, and requests calls in the format of Hermes and Qwen.
+#: Describes tools to a model whose template cannot, and requests calls in the format of Hermes and Qwen.
 _TOOLS_IN_WORDS = """You can call functions to help with the user's request. These exist, one object a line:
 <tools>
 {tools}
@@ -72,9 +72,9 @@ To call one, write its name and its arguments as a JSON object between these tag
 {{"name": <name>, "arguments": <object>}}
 </tool_call>"""
 _SYSTEM_MARK = "[System message]\n"
-_NO_WORDS = ""  # of a user who is missing at the beginning
-_GO_ON = "Continue."  # of one who is missing at the end
-_BRIDGE = "OK."  # of an assistant who is missing between a tool's result and the user
+_NO_WORDS = ""  # text of a missing first user message
+_GO_ON = "Continue."  # text of a missing last user message
+_BRIDGE = "OK."  # text of a missing assistant message between a tool's result and the user
 
 
 def template_messages(
@@ -85,7 +85,7 @@ def template_messages(
     prompting: bool = True,
     markup: Markup = NO_MARKUP,
 ) -> list[Json]:
-    """Return messages for a template with these traits. `write_call` is for one that writes no calls."""
+    """Return messages for a template with these traits. `write_call` helps a template that omits calls."""
     turns = [_thoughts_apart(turn, markup.think) for turn in conversation.messages]
     turns = match_results(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
     if not traits.tools:
@@ -98,7 +98,7 @@ def template_messages(
     if not traits.words_beside_calls:
         turns = [part for turn in turns for part in _words_apart(turn, traits.neighbours)]
     turns = _with_systems(turns, traits, bool(conversation.tools) and not traits.tools_alone)
-    first = traits.first_assistant and not conversation.tools  # Llama 3 puts them into the first message
+    first = traits.first_assistant and not conversation.tools  # Llama 3 lists tools in the first message
     if not traits.neighbours:
         turns = joined([turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"])
     turns = _with_missing(turns, replace(traits, first_assistant=first), prompting)
@@ -113,7 +113,7 @@ _ONLY_TURNS: Json = dict.fromkeys(_WITH_MORE, False) | {"thoughts": "", "cuts_al
 
 
 def plainer(traits: TemplateTraits) -> list[TemplateTraits]:
-    """Return the traits, and then fewer: at last user and assistant in turns, everything else in words."""
+    """Return the traits, then fewer: at last only user and assistant by turns, and all else in words."""
     turns = replace(traits, **_ONLY_TURNS)
     return list(dict.fromkeys((traits, replace(traits, thoughts=""), turns, replace(turns, tools=False))))
 
@@ -146,13 +146,13 @@ def _message(turn: ChatMessage, traits: TemplateTraits) -> Json:
 
 
 def _object(arguments: str) -> Mapping[str, Any]:
-    """Return arguments as the object that templates take. Text that is no object stays visible."""
+    """Return arguments as an object for templates. Text that is not an object stays visible in one."""
     value = parsed(arguments or "{}")
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _thoughts_apart(turn: ChatMessage, think: tuple[str, str] | None) -> ChatMessage:
-    """Take thoughts out of the assistant's text, where clients leave them that do not know the markers."""
+    """Split thoughts off the assistant's text: clients that do not know the markers leave them there."""
     if turn.role != "assistant" or think is None or not turn.text.lstrip().startswith(think[0]):
         return turn
     thought, closes, text = turn.text.lstrip().removeprefix(think[0]).partition(think[1])
@@ -160,7 +160,7 @@ def _thoughts_apart(turn: ChatMessage, think: tuple[str, str] | None) -> ChatMes
 
 
 def _without_markers(turn: ChatMessage, traits: TemplateTraits, marks: Sequence[str]) -> ChatMessage:
-    """Put a blank into markers at which the template would cut the text, or refuse it."""
+    """Put a blank into markers that would make the template cut or refuse the text."""
     marks = marks if traits.cuts_all else traits.cut_markers if turn.role == "assistant" else ()
     text = turn.text
     for mark in marks:
@@ -176,12 +176,12 @@ def match_results(
     ids: str = "",
     lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
 ) -> list[ChatMessage]:
-    """Give results of tools the names of their calls: each answers the first open call of its id, or of none.
+    """Match each result to the first open call with its id, else without an id, and give it the call's name.
 
-    A model may write an id twice. With `ids`, calls get new ones of that form. Results in a row get the order
-    of their calls; `lost` makes another message of one without a call.
+    A model may repeat an id. With `ids`, calls get new ids of that form. Consecutive results get the order of
+    their calls; `lost` rewrites a result without a call.
     """
-    matched: list[tuple[str, float, ChatMessage]] = []  # with the number of the call that it answers
+    matched: list[tuple[str, float, ChatMessage]] = []  # role, number of the answered call, message
     indices, open_ = count(), dict[str, deque[tuple[int, Call]]]()
     for turn in turns:
         calls: list[Call] = []
@@ -204,7 +204,7 @@ def match_results(
 
 
 def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Put each call, with its result, in a turn of its own, as Llama 3 requires. All ids differ."""
+    """Give each call and its result a turn of their own, as Llama 3 requires. All ids differ."""
     answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
     apart: list[ChatMessage] = []
     for turn in turns:
@@ -220,7 +220,7 @@ def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _words_apart(turn: ChatMessage, neighbours: bool) -> list[ChatMessage]:
-    """Put the words beside calls in a message of their own. Without `neighbours` the user speaks between."""
+    """Move the text of a message with calls to its own message. Without `neighbours` the user intervenes."""
     if not turn.calls or not turn.text:
         return [turn]
     between = [] if neighbours else [ChatMessage("user", _GO_ON)]
@@ -237,7 +237,7 @@ def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
 
 
 def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
-    """Join results of several tools in one message of the user, and put the tools in the system message."""
+    """Join consecutive results in one message by the user, and list the tools in the system message."""
     joined: list[ChatMessage] = []
     for results, group in groupby(
         turns, key=lambda turn: turn.role == "user" and turn.text.startswith("<tool_response>")
@@ -257,7 +257,7 @@ def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Cha
 
 
 def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: bool) -> list[ChatMessage]:
-    """Merge the system messages at the beginning. Others, and all for some templates, become the user's."""
+    """Merge leading system messages. Later ones, or all if the template takes none, become the user's."""
     start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     first, later = list(turns[:start]), list(turns[start:])
     if not traits.systems:
@@ -275,7 +275,7 @@ def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: 
 
 
 def joined(turns: Sequence[ChatMessage], border: str = "\n\n") -> list[ChatMessage]:
-    """Join the messages of one role in a row, but results of tools, with a `border` between their texts."""
+    """Join consecutive messages of one role, except tools' results, with a `border` between texts."""
     found: list[ChatMessage] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         run = list(group)
@@ -306,14 +306,14 @@ def _with_missing(turns: Sequence[ChatMessage], traits: TemplateTraits, promptin
     return made
 
 
-# --- what a template can do ---------------------------------------------------------------------------------
+# --- abilities of a template --------------------------------------------------------------------------------
 
 _PROBE_TOOL = Tool(
     "zq_tool",
     "zqdescription",
     {"type": "object", "properties": {"zq_key": {"type": "string"}}, "required": ["zq_key"]},
 )
-_OBJECTS = "'zq_key': '", "'type': '", '"thinking": "'  # of a template that wrote one where it takes a text
+_OBJECTS = "'zq_key': '", "'type': '", '"thinking": "'  # of a template that wrote an object instead of a text
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning", THOUGHT_PARTS)
 _SYSTEM, _SYSTEM_2 = ChatMessage("system", "zqsystema"), ChatMessage("system", "zqsystemb")
 _USER, _USER_2 = ChatMessage("user", "zqusera"), ChatMessage("user", "zquserb")
@@ -326,7 +326,7 @@ _RESULT_2 = ChatMessage("tool", "zqresultb", call_id=_CALL_2.id, name="zq_tool")
 
 
 class _TemplateProbe:
-    """Renders conversations of words that stand nowhere else, with the traits that are known so far."""
+    """Conversations of unique words, rendered with the traits known so far."""
 
     def __init__(self, render: TemplateRender) -> None:
         self._render = render
@@ -345,7 +345,7 @@ class _TemplateProbe:
             return ""
 
     def shows(self, *turns: ChatMessage, words: Sequence[str] = (), tools: bool = False) -> bool:
-        """Return True if the prompt has the words in their order; those of the turns if none are given."""
+        """Return True if the prompt has the words, by default the turns' texts, in order."""
         prompt, at = self.prompt(*turns, tools=tools), 0
         ends = [at := prompt.find(word, at) for word in words or [turn.text for turn in turns if turn.text]]
         return min(ends) >= 0 and not any(written in prompt for written in _OBJECTS)
@@ -411,7 +411,7 @@ class _TemplateProbe:
 
 
 def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTraits:
-    """Render up to thirty short conversations. Raises RequestError where that fails, not for a refusal."""
+    """Probe a template with up to thirty short conversations. Raises RequestError, but for no refusal."""
     probe = _TemplateProbe(render)
     probe.messages()
     probe.tools()
@@ -428,11 +428,11 @@ def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTra
 
 
 def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> str:
-    """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
+    """Describe the first part of messages and tools that the prompt lacks; "" if it has all, in order.
 
-    System messages may stand anywhere, and the parts of a message and the results of its calls in any order.
-    White space around a text does not count, nor do words that switch thoughts on or off. A template may
-    write a text as a string in JSON. Behind MOST_SEARCHED characters, the rest counts as there.
+    System messages may be anywhere, and a message's parts and its calls' results in any order. White space
+    around a text, and words that switch thoughts on or off, do not count. A template may write a text as a
+    JSON string. The search ends after MOST_SEARCHED characters, and the rest counts as found.
     """
     search = _PromptSearch(prompt)
     start = behind = 0
@@ -453,11 +453,11 @@ def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> st
     return ""
 
 
-#: Letters of a value, behind no escape: they are the same in every notation of it.
+#: Letters of a value, not after an escape: they are the same in every notation.
 _ARGUMENT = re.compile(r"""(?<!\\)\b[A-Za-z][A-Za-z0-9]{5,}\b(?!["']\s*:)""")
-MOST_SEARCHED = 1 << 27  #: characters; a fraction of a second
-_LONG = 2000  # characters of the arguments among which one word is searched for
-#: Words that switch thoughts on and off, and markers of thoughts: templates take them out of a text.
+MOST_SEARCHED = 1 << 27  #: characters; takes a fraction of a second
+_LONG = 2000  # characters of arguments, per word that is searched for
+#: Words that switch thoughts on and off, and markers of thoughts. Templates remove them from text.
 _CONTROLS = re.compile(r"</?think>|/no_think|/think")
 _WHOSE = {
     "system": "the system message", "user": "the user's message", "assistant": "the assistant's message",
@@ -501,4 +501,4 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
-    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja does it
+    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja does

@@ -1,4 +1,4 @@
-"""Requests for text in no dialect, and the events of answers. Pure."""
+"""Requests for text, and events of answers, independent of dialects. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call that a model made. `arguments` is JSON text of an object; in history, any text."""
+    """A tool call by a model. `arguments` is the JSON text of an object; in history, any text."""
 
     id: str
     name: str
@@ -22,7 +22,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. `call_id` and `name` identify the call that a "tool" turn answers."""
+    """One message of a conversation. `call_id` and `name` identify the call that a "tool" message answers."""
 
     role: Role
     text: str
@@ -36,7 +36,7 @@ class ChatMessage:
 class Tool:
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] | None = None  #: JSON schema of an object; None takes nothing.
+    parameters: Mapping[str, Any] | None = None  #: JSON schema of an object; None: no parameters.
     aliases: tuple[str, ...] = ()  #: other names under which the model may call it
 
     @property
@@ -45,7 +45,7 @@ class Tool:
 
 
 def tool_json(tool: Tool) -> dict[str, Any]:
-    """Return a tool in OpenAI's form, which chat templates take as well."""
+    """Return a tool in OpenAI's form, which chat templates take too."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
     return {"type": "function", "function": function}
 
@@ -54,25 +54,25 @@ def tool_json(tool: Tool) -> dict[str, Any]:
 class Conversation:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
-    tool_choice: str = AUTO  #: or NONE, REQUIRED (the model has to call one), or a tool's name
-    parallel: bool = True  #: One answer may hold several calls.
+    tool_choice: str = AUTO  #: or NONE, REQUIRED (the model must call a tool), or a tool's name
+    parallel: bool = True  #: An answer may hold several calls.
     thinking: bool | None = None  #: None leaves it to the model's template.
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    needs_thinking: bool = False  #: A model that cannot think is refused.
+    needs_thinking: bool = False  #: Models that cannot think are refused.
 
 
-Prompt = str | tuple[int, ...]  #: Text or tokens that a model continues, without a chat template.
+Prompt = str | tuple[int, ...]  #: Text or tokens to continue, without a chat template.
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     n: int = 1
-    max_tokens: int | None = None  #: None, or a number that does not fit: as many as fit
+    max_tokens: int | None = None  #: None, or more than fit: as many as fit
     stop: tuple[str, ...] = ()
-    #: what else a client set of the engine's `Sampling` and `Shaping`, by their fields
+    #: the client's other values for the engine's `Sampling` and `Shaping`, by field
     settings: Mapping[str, float] = field(default_factory=dict)
     format: Mapping[str, Any] | None = None  #: `response_format` of OpenAI's chat
-    logprobs: int = -1  #: -1: none, 0: those of the chosen tokens, k: also the k most probable others
+    logprobs: int = -1  #: -1: none, 0: of the chosen tokens, k: also of the k most probable others
     ignore_eos: bool = False
     seed: int | None = None  #: None: a fresh one
     logit_bias: Mapping[str, float] = field(default_factory=dict)  #: by token ids as text
@@ -81,12 +81,12 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    model: str | None  #: None or "default" is the one that is loaded.
+    model: str | None  #: None or "default": the loaded model.
     prompt: Conversation | tuple[Prompt, ...]
     options: GenerationOptions = GenerationOptions()
     stream: bool = False
     user: str = ""  #: distinguishes clients of one address
-    dialect: Any = None  #: data that the adapter needs again when it writes the answer
+    dialect: Any = None  #: the adapter's own data for writing the answer
     keep_s: float | None = None  #: as in `Backend.acquire_model`
 
 
@@ -95,7 +95,7 @@ FinishReason = Literal["stop", "length", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """Log-probability (natural) of one chosen token, and the most probable (token, log-probability) pairs."""
+    """Natural log-probability of a chosen token, and (token, log-probability) of the most probable ones."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -103,28 +103,28 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown."""
+    """New confirmed tokens, in order. They may include an end token, whose text is never shown."""
 
     tokens: tuple[int, ...]
-    scores: tuple[TokenScore, ...] = ()  #: of each token if the request has log-probabilities
+    scores: tuple[TokenScore, ...] = ()  #: one per token if the request wants log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Last event of a request. "cancel": the backend gave it up, and the client sees an error, no answer."""
+    """Last event of a request. "cancel": the backend gave up, so the client sees an error, no answer."""
 
     reason: FinishReason
-    generated: int  #: every token, the end token too
+    generated: int  #: all tokens, including the end token
     cached: int = 0  #: prompt tokens from the prefix cache
     drafted: int = 0
-    accepted: int = 0  #: of the drafted tokens
+    accepted: int = 0  #: drafted tokens that were right
 
 
 TokenEvent = Tokens | StreamEnd
 
 
 def characters(conversation: Conversation) -> int:
-    """Return the length of the conversation before the template adds its own text, in characters."""
+    """Return the characters of a conversation, before the template adds its own text."""
     turns = conversation.messages
     calls = sum(len(call.name) + len(call.arguments) for turn in turns for call in turn.calls)
     tools = sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)

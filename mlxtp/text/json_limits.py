@@ -1,6 +1,6 @@
-"""Limits on the size of a JSON text, counted without parsing it, which blocks everything else. Pure.
+"""Limits on the size of a JSON text, counted without parsing it, because parsing blocks all else. Pure.
 
-16 MiB of empty objects take many seconds, text within these limits half a second on a small server.
+16 MiB of empty objects take many seconds; text within these limits takes half a second on a small server.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 from ..errors import RequestError
 
-SHORT = 64 * 1024  #: bytes or characters; so short a text takes no time
+SHORT = 64 * 1024  #: bytes or characters of a text that takes no time
 MOST_CONTAINERS = 100_000
 MOST_FIELDS = 250_000
-MOST_VALUES = 2**20  #: a prompt of a million token ids, and the fields around it
+MOST_VALUES = 2**20  #: room for a prompt of a million token ids, and the fields around it
 _BOUNDS = (
     (b"{[", MOST_CONTAINERS, "objects and lists"),
     (b":", MOST_FIELDS, "fields"),
     (b",", MOST_VALUES, "values"),
 )
-_PIECE = 64 * 1024  #: bytes; other threads may run between two pieces
+_PIECE = 64 * 1024  #: bytes; other threads may run between pieces
 _OTHERS = bytes(set(range(256)) - set(b'"{[:,'))
 _STRING = re.compile(rb'"[^"]*"')
 
 
 def check_extent(*texts: bytes | str, where: str = "the body", param: str | None = None) -> None:
-    """Raise RequestError, with the number, if the texts together have too many parts to be parsed."""
+    """Raise RequestError with the count if the texts together have too many parts to parse."""
     if sum(map(len, texts)) <= SHORT:
         return
     encoded = [each.encode(errors="surrogatepass") if isinstance(each, str) else each for each in texts]
-    if all(_count(encoded, signs) <= most for signs, most, _ in _BOUNDS):  # nearly always, strings included
+    if all(_count(encoded, signs) <= most for signs, most, _ in _BOUNDS):  # counts signs in strings too
         return
     found = [0] * len(_BOUNDS)
     for piece in chain.from_iterable(map(_outside_strings, encoded)):
@@ -43,7 +43,7 @@ def check_extent(*texts: bytes | str, where: str = "the body", param: str | None
 
 
 def parsed(text: str, otherwise: object = None) -> Any:
-    """Return the value of a JSON text, or `otherwise` for one that is none, or too deep."""
+    """Parse JSON; return `otherwise` if the text is not JSON or too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -51,7 +51,7 @@ def parsed(text: str, otherwise: object = None) -> Any:
 
 
 def integral(value: Any) -> Any:
-    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
+    """Convert a whole float to int, since JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

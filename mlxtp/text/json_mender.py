@@ -1,6 +1,6 @@
-"""Valid JSON made of what models write in its place, piece by piece. Pure.
+"""JSON, mended piece by piece from what models write instead. Pure.
 
-A model leaves newlines in strings, forgets quotes, commas and brackets, or writes Python, `key=value` in
+Models leave newlines in strings, or forget quotes, commas and brackets. Some write Python, `key=value` in
 parentheses, or strings in other quotes.
 """
 
@@ -12,18 +12,18 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
-#: Quotes whose strings have no escapes, and end only with the same quote.
+#: Quotes of strings without escapes, which end only with the same quote.
 PLAIN_QUOTES = ('<|"|>', "<escape>")
 JSON_QUOTES = ('"', "'")
 PYTHON_QUOTES = ('"""', "'''", '"', "'")
 
-_LONGEST_WORD = 256  # characters that wait for the end of a number, a word or a key without quotes
+_LONGEST_WORD = 256  # characters held until a number, word or unquoted key ends
 _LETTERS = re.compile(r'[^"\'\\\x00-\x1f]+')
 _BLANKS = re.compile(r"\s*")
 _WORD = re.compile(r"[^,\[\](){}\n]+")
 _KEY = re.compile(r"""[^\s"'<,\[\](){}:=][^"<,\[\](){}:=\n]*(?=[:=])""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_NUMBER_BEFORE = re.compile(rf"{_NUMBER.pattern}(?=\s+[\"'])")  # where a comma is missing
+_NUMBER_BEFORE = re.compile(rf"{_NUMBER.pattern}(?=\s+[\"'])")  # a comma is missing after it
 _NUMBER_OF_PYTHON = re.compile(r"[+-]?(?:[1-9][0-9_]*|0)?\.?[0-9]+(?:[eE][+-]?[0-9]+)?|[+-]?[1-9][0-9_]*\.?")
 _WORDS = {
     "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
@@ -42,7 +42,7 @@ class _Expect(Enum):
 
 
 class _OpenString:
-    """A string in a container with the bracket `inside`. `bare`: keys may follow without quotes."""
+    """A string in a container that the bracket `inside` opened. `bare`: keys may lack quotes."""
 
     def __init__(self, quote: str, is_key: bool, inside: str, stops: Sequence[str], bare: bool) -> None:
         self.is_key = is_key
@@ -54,7 +54,7 @@ class _OpenString:
         self._bare = bare
 
     def mend(self, text: str, at: int, made: list[str], final: bool) -> int:
-        """Read from `at` on. Return where it stopped; -1 to wait for more text."""
+        """Read from `at`. Return where it stopped; -1 to wait for more text."""
         quote = self._quote
         if quote in PLAIN_QUOTES:
             return self._plain(text, at, made, final)
@@ -94,10 +94,10 @@ class _OpenString:
             return self._add("'", made, at + 2)
         if sign in _ESCAPES and sign:
             return self._add(f"\\{sign}", made, at + 2)
-        return self._add("\\\\", made, at + 1)  # no escape: a path, or a regular expression
+        return self._add("\\\\", made, at + 1)  # not an escape: a path, or a regular expression
 
     def _ends(self, text: str, at: int, final: bool) -> bool | None:
-        """Return True if JSON can go on behind a quote: else it needed an escape. None: not clear yet."""
+        """Return True if JSON can go on after a quote, which else lacks its escape; None if unclear yet."""
         at = skip_blanks(text, at)
         if at == len(text):
             return True if final else None
@@ -115,10 +115,10 @@ class _OpenString:
 
 
 class JsonMender:
-    """Reader of one container. A `(` at the beginning opens an object whose keys need no quotes.
+    """Reader of one container. An initial `(` opens an object whose keys need no quotes.
 
-    `quotes` open strings, the longest of a common beginning first. `stops` end the container unless a string
-    is open. The first object at the top under a key of `apart` goes to `inner`; null takes its place.
+    `quotes` open strings; with a common beginning the longest is first. `stops` end the container, except in
+    a string. The first top-level object under a key in `apart` goes to `inner`, and null takes its place.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class JsonMender:
     ) -> None:
         self.done = False
         self.inner: list[str] = []
-        self.broken = False  #: Text was left out, or guessed, because no JSON could hold it.
+        self.broken = False  #: Text was dropped or guessed, because no JSON could hold it.
         self.rest = ""  #: text after the end
         self._quotes = quotes
         self._stops = stops
@@ -134,11 +134,11 @@ class JsonMender:
         self._open: list[str] = []
         self._expect = _Expect.VALUE
         self._string: _OpenString | None = None
-        self._key = ""  # the latest one at the top
-        self._comma = ""  # with the blanks after it; it is written once something follows
+        self._key = ""  # the latest top-level key
+        self._comma = ""  # with the blanks after it; written once something follows
         self._held = ""
-        self._outer: list[str] = []  # JSON that was not returned yet
-        self._made = self._outer  # the same, or `inner` while that is read
+        self._outer: list[str] = []  # JSON to return
+        self._made = self._outer  # or `inner` while reading that
 
     @property
     def inner_done(self) -> bool:
@@ -149,7 +149,7 @@ class JsonMender:
         return self._string is not None
 
     def push(self, text: str, final: bool = False) -> str:
-        """Return the JSON that is certain now. `final`: no text follows."""
+        """Return the JSON that is certain by now. `final`: no text follows."""
         text, at = self._held + text, 0
         while at < len(text) and not self.done:
             if (string := self._string) is None:
@@ -179,7 +179,7 @@ class JsonMender:
         self._outer.clear()
         return made
 
-    # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
+    # Each of the following reads from `at` and returns where it stopped; -1 to wait for more text.
 
     def _between(self, text: str, at: int, final: bool) -> int:
         if text[at].isspace():
@@ -223,7 +223,7 @@ class JsonMender:
         return self._word(text, at, final)
 
     def _opening_quote(self, text: str, at: int, final: bool) -> str | None:
-        """Return the quote at this place, or ""; None if that is not clear yet."""
+        """Return the quote at this place, or ""; None if that is unclear yet."""
         for quote in self._quotes:
             if text.startswith(quote, at):
                 return quote
@@ -236,7 +236,7 @@ class JsonMender:
             self._made.append("null")
             self._made = self.inner
         if sign == "(" and self._open:
-            sign = "["  # a tuple of Python
+            sign = "["  # a Python tuple
         self._open.append(sign)
         self._expect = _Expect.VALUE if sign == "[" else _Expect.KEY
         self._begin("[" if sign == "[" else "{")
@@ -252,7 +252,7 @@ class JsonMender:
         return at + 1
 
     def _end_all(self, depth: int = 0) -> None:
-        """End all containers but so many, with what is missing. A comma before the end is left out."""
+        """Close all containers down to this depth, and complete them. Drop a trailing comma."""
         self._comma = ""
         if self._expect is _Expect.COLON:
             self.broken = True
@@ -300,7 +300,7 @@ class JsonMender:
     def _word(self, text: str, at: int, final: bool) -> int:
         word = _NUMBER_BEFORE.match(text, at) or _WORD.match(text, at)
         if word is None:
-            if text[at] == "," and self._open[-1] != "[":  # a value that is missing
+            if text[at] == "," and self._open[-1] != "[":  # the value is missing
                 self._made.append("null")
                 self._expect = _Expect.NEXT
                 return at
@@ -338,7 +338,7 @@ def skip_blanks(text: str, at: int) -> int:
 
 
 def _json_word(word: str) -> str:
-    """Return a value without quotes as JSON: a number, one of the words that JSON has, or a string."""
+    """Return an unquoted value as JSON: a number, one of JSON's words, or a string."""
     if _NUMBER.fullmatch(word):
         return word
     if word in _WORDS:
@@ -354,7 +354,7 @@ def _json_word(word: str) -> str:
 
 
 def mended(text: str, quotes: Sequence[str] = JSON_QUOTES) -> str:
-    """Return a container as JSON; empty if it is none, or more than that, or something had to be guessed."""
+    """Return a container as JSON; "" if it is no container, more text follows, or parts had to be guessed."""
     if not text.startswith(("{", "[", "(")):
         return ""
     mender = JsonMender(quotes)

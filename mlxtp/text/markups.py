@@ -1,7 +1,6 @@
-"""Markup of the model families: how each marks its thoughts, and how it writes calls. Pure.
+"""Markup of the model families: how each marks thoughts and writes calls. Pure.
 
-A row is chosen by what the chat template and the vocabulary show, never by a model's name. `docs/api.md`
-names the families.
+The chat template and the vocabulary choose a row, never the model's name. `docs/api.md` lists the families.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from .json_mender import PYTHON_QUOTES
 
 # --- thoughts ---------------------------------------------------------------------------------------------
 
-USUAL_THINK = ("<think>", "</think>")  #: Templates know them whose models have other markers.
+USUAL_THINK = ("<think>", "</think>")  #: Templates of models with other markers know them too.
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Markers of a model, which no client sees."""
+    """A model's markers, which no client sees."""
 
     think: tuple[str, str] | None = None  #: before and after a thought
     wrappers: tuple[str, ...] = ()  #: around an answer
-    headers: tuple[str, ...] = ()  #: special tokens that begin the header of a message
+    headers: tuple[str, ...] = ()  #: special tokens that begin a message's header
     header_end: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that a template may cut out of messages, or refuse: these markers, or the usual ones."""
+        """Texts that a template may cut out of messages, or refuse: these or the usual markers."""
         opens, closes = self.think or USUAL_THINK
         answer = f"{self.headers[-1]}final{self.header_end}" if self.headers else ""
         return tuple(dict.fromkeys(filter(None, (opens.partition(">")[0] + ">", opens, closes, answer))))
@@ -41,7 +40,7 @@ NO_MARKUP = Markup()
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRow:
-    """One markup of thoughts, shown by `tokens`, or by `texts` of the template, which has those `needed`."""
+    """One markup of thoughts. All `tokens` or `texts` show it, if the template also has all `needed`."""
 
     families: str
     markup: Markup
@@ -105,7 +104,7 @@ def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One markup of calls, shown by all `tokens`, or in the template by one group of `texts` or the start."""
+    """One markup of calls. One group of `texts`, or the start, in the template shows it, or all `tokens`."""
 
     families: str
     format: CallFormat
@@ -126,7 +125,7 @@ _QWEN_XML = TaggedSyntax(
 
 
 def _invoke(space: str = "", guess: bool = False, before: str = "") -> TaggedSyntax:
-    """Return the syntax of `<invoke name="…">`, whose tags begin with a name `space`."""
+    """Return the syntax of `<invoke name="…">`; `space` begins the names of its tags."""
     opens, closes = f"<{space}", f"</{space}"
     value = (
         rf'{re.escape(opens)}parameter\s+name=(?P<key>"[^"]*"|[^\s>]+)(?:\s+string="(?P<type>[^"]*)")?[^>]*>'
@@ -142,7 +141,7 @@ def _invoke(space: str = "", guess: bool = False, before: str = "") -> TaggedSyn
 
 
 def _pairs(prefix: str = "", suffix: str = "", before: str = "{}") -> TaggedSyntax:
-    """Return the syntax of GLM: a key and a value in tags of their own, with a prefix or a suffix."""
+    """Return GLM's syntax: tags around each key and each value, named with a prefix or suffix."""
     key, value = f"{prefix}arg_key{suffix}", f"{prefix}arg_value{suffix}"
     return TaggedSyntax(
         (before,),
@@ -156,11 +155,11 @@ def _pairs(prefix: str = "", suffix: str = "", before: str = "{}") -> TaggedSynt
 
 
 def _in(name: str, start: str, end: str, *syntaxes: CallSyntax, direct: tuple[str, ...] = ()) -> CallFormat:
-    """Return the format of calls between one start and one end. A model may also write JSON there."""
+    """Return a format with one start and one end. The model may write JSON between them too."""
     return CallFormat(name, (start,), (end,) if end else (), tuple(dict.fromkeys((*syntaxes, _JSON))), direct)
 
 
-#: Format of Hermes and Qwen, also requested from models without a format of their own.
+#: Format of Hermes and Qwen. Models without a format of their own are asked to use it.
 JSON_CALLS = CallFormat(
     "json",
     ("<tool_call>",),
@@ -254,7 +253,7 @@ CALLS: Sequence[CallRow] = (
         (_JSON, NamedSyntax(("<tool_call>{}",), _FENCED)))),
     CallRow("Granite 3, Phi-4-mini", CallFormat(
         "tool_call", ("<|tool_call|>", "functools", "<tool_call>"),
-        ("<|/tool_call|>", "</tool_call>", "<|/tool_call|>"), (_JSON,)),  # the last is what a template writes
+        ("<|/tool_call|>", "</tool_call>", "<|/tool_call|>"), (_JSON,)),  # templates write the last
         (("<|tool_call|>",), ("functools",)), ("<|tool_call|>",)),
     CallRow("Apertus", _in("apertus", "<|tools_prefix|>", "<|tools_suffix|>", JsonSyntax(keyed=True))),
     CallRow("OLMo 3", _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON)),
@@ -307,7 +306,7 @@ CALLS: Sequence[CallRow] = (
 
 
 def call_format(template: str, vocabulary: Container[str]) -> CallFormat | None:
-    """Return the format of the model's calls, or None if neither template nor vocabulary shows one."""
+    """Return the format of the model's calls; None if neither template nor vocabulary shows one."""
     for row in CALLS:
         if any(all(text in template for text in group) for group in row.texts or ((row.format.start,),)):
             return row.format
@@ -317,7 +316,7 @@ def call_format(template: str, vocabulary: Container[str]) -> CallFormat | None:
     return None
 
 
-#: Tokens that show a markup, and those that begin calls: all of a vocabulary that an agent asks for.
+#: Tokens that show a markup or begin calls: the only part of a vocabulary that an agent needs.
 MARKERS = frozenset(
     [token for row in THOUGHTS for token in row.tokens]
     + [text for row in CALLS for text in (*row.tokens, *row.format.starts)]

@@ -1,7 +1,7 @@
 """Chat template and tokenizer of one model: all code that runs files of the model.
 
-An agent runs it in a process of its own, with limits of time and memory, because a template may never end and
-a tokenizer may take any amount of memory.
+An agent runs it in a process with limits of time and memory: a template may never end, and a tokenizer may
+take any amount of memory.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_WAIT_S = 30.0  # seconds before a request is refused
-MOST_OWN = 8 * SHORT  # bytes or characters that wait for one client, of work that has such a limit
+MOST_WAIT_S = 30.0  # seconds until a waiting request is refused
+MOST_OWN = 8 * SHORT  # bytes or characters of one client's limited work that may wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     client: str
     turn: int  # in FairQueue
-    size: int  # counts towards MOST_OWN
+    size: int  # counts toward MOST_OWN
     work: Callable[[], Any]
     outcome: Future[Any]
 
 
 class WorkerQueue:
-    """One thread that runs one piece of work after the other, of clients in turns. `busy` begins refusals."""
+    """One thread that runs pieces of work one by one, clients by turns. `busy` begins its refusals."""
 
     def __init__(self, busy: str = "other prompts kept the tokenizer busy") -> None:
         self._busy = busy
@@ -85,9 +85,9 @@ class WorkerQueue:
         return work() if self.here else self._pool.submit(work).result()
 
     async def run(self, work: Callable[[], T], client: str = "", size: int = 0) -> T:
-        """Return the result of a client's `work`. Raises as `work` does, and RequestError 429 and 503.
+        """Return the result of a client's `work`. Raises as `work` does, and RequestError 429 or 503.
 
-        `size`: bytes or characters of work of which MOST_OWN may wait for one client; 0 for any other.
+        `size`: bytes or characters of the work if MOST_OWN limits it, else 0.
         """
         import asyncio  # in the agent alone
 
@@ -106,7 +106,7 @@ class WorkerQueue:
         waiting = asyncio.wrap_future(outcome)
         try:
             done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
-            if not done and outcome.cancel():  # it has not begun
+            if not done and outcome.cancel():  # it has not started
                 raise RequestError(f"{self._busy} for {MOST_WAIT_S:g} s", Code.OVERLOADED, status=503)
             return await waiting
         finally:
@@ -114,7 +114,7 @@ class WorkerQueue:
 
     def _do_next(self) -> None:
         with self._lock:
-            if not self._waiting:  # of what was submitted, some was cancelled
+            if not self._waiting:  # the work was cancelled
                 return
             first = min(self._waiting, key=lambda each: each.turn)
             self._waiting.remove(first)
@@ -128,16 +128,16 @@ class WorkerQueue:
 
 # --- templates in Python ----------------------------------------------------------------------------------
 
-# mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
-# mlx-lm's code and never the model's.
+# Chat templates of mlx-lm in Python, for models without a Jinja template, such as DeepSeek V3.2. They are
+# mlx-lm's code, never the model's.
 
-#: Messages in, with `add_generation_prompt` and perhaps `tools` and `enable_thinking`; the prompt out.
+#: Takes messages, `add_generation_prompt`, and perhaps `tools` and `enable_thinking`; returns the prompt.
 ModuleRender = Callable[..., str]
 
 
 @cache
 def template_module(name: str) -> ModuleRender | None:
-    """Return `apply_chat_template` of a module, without `import mlx_lm`, which imports MLX; None: no such."""
+    """Return a module's `apply_chat_template` or None, without importing mlx_lm, which would import MLX."""
     package = importlib.util.find_spec("mlx_lm")
     if package is None or package.origin is None or not name.isidentifier() or name.startswith("_"):
         return None
@@ -152,20 +152,20 @@ def template_module(name: str) -> ModuleRender | None:
 Json = Mapping[str, Any]
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
-_SHOWN = 200  # characters of another library's error
-_TEXTS = (".json", ".jinja", ".model", ".txt")  # endings of files of tokenizers and templates
+_SHOWN = 200  # characters shown of another library's error
+_TEXTS = (".json", ".jinja", ".model", ".txt")  # suffixes of tokenizer and template files
 _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
 
 
 @dataclass(frozen=True, slots=True)
 class RendererFacts:
-    template: str  #: the model's chat templates, empty where mlx-lm's module (or nothing) takes their place
-    renders: bool  #: True where there is either
+    template: str  #: the model's chat templates; "" if it has none, or mlx-lm's module replaces them
+    renders: bool  #: True if there is a template or a module
     eos: int  #: the end token or -1
     identity: str  #: equal for equal tokenizers and templates
     longest_token: int  #: in characters
-    markers: Mapping[str, int]  #: ids of those of `MARKERS` that are tokens
-    added: Sequence[tuple[int, str, bool]]  #: id and text of each added token, and True for special ones
+    markers: Mapping[str, int]  #: the `MARKERS` that are tokens, with their ids
+    added: Sequence[tuple[int, str, bool]]  #: each added token's id and text; True if it is special
     tokens: TokenBytes
 
     def packed(self) -> bytes:
@@ -175,7 +175,7 @@ class RendererFacts:
 
     @classmethod
     def unpacked(cls, found: bytes) -> RendererFacts:
-        """Return `packed` facts. Raises ValueError, TypeError and struct.error for anything else."""
+        """Parse `packed` facts. Raises ValueError, TypeError and struct.error for anything else."""
         start = _LENGTH.size + _LENGTH.unpack_from(found)[0]
         few, count, strip = json.loads(found[_LENGTH.size : start])
         starts = array("I", found[start : start + 4 * count])
@@ -183,7 +183,7 @@ class RendererFacts:
 
 
 class LocalRenderer:
-    """Renderer in this process, with a `transformers` tokenizer and perhaps a template `module` of mlx-lm."""
+    """Renderer in this process: a `transformers` tokenizer and perhaps a template `module` of mlx-lm."""
 
     def __init__(self, tokenizer: Any, module: ModuleRender | None = None) -> None:
         self._tokenizer = tokenizer
@@ -270,7 +270,7 @@ class LocalRenderer:
             return str(write(plain, add_generation_prompt=prompting, **given))
         except MemoryError:
             raise too_large() from None
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             if type(error).__name__ == "TemplateSyntaxError":
                 raise broken(f"the template is not valid Jinja: {error}") from error
             why = f"the model's chat template refuses these messages: {error or type(error).__name__}"
@@ -290,7 +290,7 @@ class LocalRenderer:
         return tuple(found.ids)
 
     def relaxed(self, tools: Json, nullable: bool) -> Json:
-        """Return the schemas of tools, by name, as far as a grammar can enforce them. They never fail."""
+        """Return the tools' schemas by name, reduced to what a grammar can enforce. It never fails."""
         return relaxed(tools, nullable)[0]
 
     def line(self, size: int) -> WorkerQueue:
@@ -298,7 +298,7 @@ class LocalRenderer:
         return self._line
 
     def close(self) -> None:
-        """Free what it holds, once its work is done. A later request takes longer."""
+        """Free resources once work is done. A later request takes longer."""
 
 
 def broken(why: str, code: Code = Code.MODEL_INVALID, status: int = 422) -> RequestError:
@@ -311,9 +311,9 @@ def too_large() -> RequestError:
 
 
 def _from_files(path: Path, settings: Json) -> Any:
-    """Return the library's tokenizer for a model folder with these settings. Raises as the library does.
+    """Load a model folder's tokenizer with the library. Raises as the library does.
 
-    Where tokenizer.json is, it alone counts: the class that the files name may split text in another way.
+    tokenizer.json, if present, decides alone: the class named in the files may split text differently.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -324,7 +324,7 @@ def _from_files(path: Path, settings: Json) -> Any:
 
 
 def _templates(found: Any) -> Any:
-    """Return a chat template, or several by name with a default, else the first. Raises ValueError."""
+    """Return a chat template, or several by name, with the first as default. Raises ValueError."""
     if isinstance(found, list | tuple):
         found = {each["name"]: each["template"] for each in found}
     several = found if isinstance(found, Mapping) else {"default": found}
@@ -346,7 +346,7 @@ def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
 
 
 def _check_added_tokens(tokenizer: Any, settings: Json, path: Path) -> None:
-    """Raise ModelError if a tokenizer that is not the model's own has other ids than its settings say."""
+    """Raise ModelError if a tokenizer made from other files has other ids than its settings say."""
     try:
         added = settings.get("added_tokens_decoder", {})
         wanted = {int(id_): token["content"] for id_, token in added.items()}
@@ -362,39 +362,39 @@ def _check_added_tokens(tokenizer: Any, settings: Json, path: Path) -> None:
 
 
 # --- the same in a process of its own --------------------------------------------------------------------
-# The process does one thing at a time. It checks its CPU time itself, so that a busy machine fails no
-# request; the agent checks its memory and its progress. When it breaks, the next request gets a new one.
+# The process handles one request at a time. It limits its CPU time itself, so that a busy machine fails no
+# request; the agent watches its memory and progress. If it dies, the next request starts a new one.
 #
 # `python -m mlxtp.text.renderer FD FOLDER` sends the model's facts on the socket FD, then one reply for
-# each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `f` before facts, `t` before
+# each frame. A frame is 4 bytes of length, then JSON. A reply has one more byte: `f` before facts, `t` before
 # text, `i` before token ids of 4 bytes each, `e` before an error in JSON.
 
 START_CPU_S = 120.0
-START_BYTES = 4 << 30  # resident bytes, while a tokenizer is read
-CPU_S = 3.0  # seconds of CPU time of one request,
-CPU_S_PER_MIB = 2.0  # plus seconds for each MiB of its text
-ROOM_BYTES = 512 << 20  # resident bytes, beyond those of the loaded process,
-ROOM_PER_BYTE = 64  # plus bytes for each byte of text
-TICK_S = 0.05  # seconds between two checks of a process with work
-# seconds of checks in a row that find it stopped or asleep, without any use of CPU time. Where a system calls
-# a process that sleeps "running", as macOS may, only a stopped one is found.
+START_BYTES = 4 << 30  # resident bytes while it reads the tokenizer
+CPU_S = 3.0  # seconds of CPU time of one request
+CPU_S_PER_MIB = 2.0  # more seconds for each MiB of its text
+ROOM_BYTES = 512 << 20  # resident bytes beyond those after loading
+ROOM_PER_BYTE = 64  # more bytes for each byte of text
+TICK_S = 0.05  # seconds between two checks of a busy process
+# Seconds of consecutive checks that find it stopped or asleep, with no CPU time used. If the system calls a
+# sleeping process "running", as macOS may, only a stopped one is found.
 STILL_S = 10.0
-WALL_S = 300.0  # seconds of checks in all
-REPLY_BYTES = 4 << 20  # bytes of a reply at most,
-REPLY_PER_BYTE = 16  # plus bytes for each byte of the request
-MOST_FACTS = 1 << 26  # bytes of the facts at most
-MOST_RELAXED = 2 << 20  # bytes of tools whose relaxed schemas are kept
+WALL_S = 300.0  # seconds of checks in total
+REPLY_BYTES = 4 << 20  # most bytes of a reply
+REPLY_PER_BYTE = 16  # more bytes for each byte of the request
+MOST_FACTS = 1 << 26  # most bytes of the facts
+MOST_RELAXED = 2 << 20  # bytes of tools whose relaxed schemas are cached
 
 _LENGTH = struct.Struct("<I")
 _TOO_LATE = Code.DEADLINE, 504
 
 
 class SandboxedRenderer:
-    """Renderer in another process, started on construction in a second or two. Raises ModelError."""
+    """Renderer in another process, which takes a second or two to start. Raises ModelError."""
 
     def __init__(self, path: Path) -> None:
         self._lanes = _Lane(path), _Lane(path)
-        self._relaxed: dict[bytes, Json] = {}  # the same tools come with every turn
+        self._relaxed: dict[bytes, Json] = {}  # clients send the same tools with every turn
         self.facts = self._lanes[0].start()
 
     def render(
@@ -437,7 +437,7 @@ class SandboxedRenderer:
 
 
 def _json(work: list[Any]) -> bytes:
-    """Return JSON. pydantic is faster, but blocks other threads meanwhile and refuses half characters."""
+    """Encode JSON. pydantic is faster than `json`, but it refuses half characters."""
     from pydantic_core import to_json  # in the agent alone
 
     try:
@@ -447,7 +447,7 @@ def _json(work: list[Any]) -> bytes:
 
 
 def read_reply(wanted: bytes, kind: bytes, found: bytes) -> Any:
-    """Return a reply of the `wanted` kind. Raises RequestError: the error in it, or for an unreadable one."""
+    """Return a reply of the `wanted` kind. Raises RequestError for an error or an unreadable reply."""
     try:
         if kind == wanted:
             return _READERS[kind](found)
@@ -466,11 +466,11 @@ _READERS: Mapping[bytes, Callable[[bytes], Any]] = {
 }
 
 
-Renderer = LocalRenderer | SandboxedRenderer  #: Methods block, from any thread. They raise RequestError.
+Renderer = LocalRenderer | SandboxedRenderer  #: Methods block, in any thread, and raise RequestError.
 
 
 class _Lane(WorkerQueue):
-    """Queue with a process of its own. Long texts have another one, so that short ones pass them."""
+    """Queue with its own process. Long texts use another lane, so that short ones overtake them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -479,14 +479,14 @@ class _Lane(WorkerQueue):
         self._closed = False
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return a reply and its kind, in the thread of this queue. Raises RequestError."""
+        """Return a reply and its kind. Call it in this queue's thread. Raises RequestError."""
         try:
             if self._process is None or self._process.has_ended():
                 self._drop()
                 self.start()
             assert self._process is not None
             return self._process.request(body)
-        except BaseException as error:  # the next request would receive a reply that was not read
+        except BaseException as error:  # the next request would read this one's reply
             self._drop()
             if isinstance(error, OSError | ModelError):
                 raise broken(str(error)) from None
@@ -541,7 +541,7 @@ class _Process:
         self.close = weakref.finalize(self, _end, popen, here)
 
     def has_ended(self) -> bool:
-        """Return True if the process ended by itself, and log how, unless a limit ended it."""
+        """Return True if the process has ended, and log how unless a CPU limit ended it."""
         if (status := self._popen.poll()) is not None and status != -signal.SIGPROF:
             log.warning(
                 "the process %d, which runs the chat template and tokenizer of %s, %s; "
@@ -594,7 +594,7 @@ class _Process:
     def _look(self, watch: Watch) -> None:
         import psutil
 
-        resident, cpu_s, status = 0, 0.0, ""  # of a process that has ended; its socket reports that
+        resident, cpu_s, status = 0, 0.0, ""  # for a process that has ended; its socket reports the end
         with contextlib.suppress(psutil.Error), self._process.oneshot():
             times = self._process.cpu_times()
             resident, cpu_s = self._process.memory_info().rss, times.user + times.system
@@ -613,16 +613,16 @@ class _Process:
 
 @dataclass(slots=True)
 class Watch:
-    """Checks of a process with work, counted instead of seconds: an agent may be stopped itself. Pure."""
+    """Checks of a busy process. They count looks, not seconds, since the agent may be stopped too. Pure."""
 
     most_bytes: int  # resident
-    late: str  # the message for work that takes too long
+    late: str  # message for work that takes too long
     looks: int = 0
     still: int = 0
     cpu_s: float = -1.0
 
     def look(self, resident: int, cpu_s: float, status: str) -> RequestError | None:
-        """Return the error of a process that must end. One that waits for a core has the status "running"."""
+        """Return the error that must end the process. While it waits for a core its status is "running"."""
         moves = cpu_s != self.cpu_s or status not in ("stopped", "sleeping")
         self.looks, self.still, self.cpu_s = self.looks + 1, 0 if moves else self.still + 1, cpu_s
         if resident > self.most_bytes:
@@ -653,7 +653,7 @@ def _cpu_s(size: int) -> float:
 
 def main(arguments: list[str]) -> None:
     link = socket.socket(fileno=int(arguments[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent reacts to Ctrl-C in a terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent handles Ctrl-C in a terminal
     with contextlib.suppress(ConnectionError):
         signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
         try:

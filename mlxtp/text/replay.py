@@ -1,8 +1,8 @@
-"""Answers as the model wrote them, found again when a client sends its conversation back. Pure.
+"""A model's own tokens of an answer, found again when a client sends its conversation back. Pure.
 
-A template writes an earlier answer in its own way, which the KV cache does not hold. So the tokens of answer
-and prompt are remembered under their messages without what clients change: white space, ids, missing
-thoughts, the form of arguments.
+A template rewrites earlier answers, and the KV cache lacks that text. So `AnswerMemory` maps messages to the
+tokens of prompt and answer. Its keys ignore what clients change: white space, ids, missing thoughts, the form
+of arguments.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from .tokenizer import Text
 
 MOST_BYTES = 64 << 20  #: Memory for remembered tokens.
-OVERHEAD_BYTES = 500  #: Memory of one answer without its tokens and thoughts.
-_DIGEST_BYTES = 64  # memory of a digest in Python, with its place in a tuple
+OVERHEAD_BYTES = 500  #: Memory of one answer besides tokens and thoughts.
+_DIGEST_BYTES = 64  # memory of a digest in Python, including its place in a tuple
 _LAST = 256  # tokens whose text is compared with the end of an answer
-_SHOWN = 48  # characters of an answer's end that are looked for in that text
+_SHOWN = 48  # characters of an answer's end to find in that text
 _LONGEST_STOP = 64  # tokens of a stop string
-_INTO = 8  # tokens before a border between tokens and text
+_INTO = 8  # tokens before a border of tokens and text
 _BRACKETS = "\"'}]) \n\t"  # signs that end arguments
 
 
@@ -41,16 +41,16 @@ _BRACKETS = "\"'}]) \n\t"  # signs that end arguments
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The messages up to `stop`, of which those from `start` on are one answer."""
+    """The messages before `stop`. The last ones, from `start` on, are one answer."""
 
     start: int
     stop: int
-    key: bytes  #: of all but thoughts
-    thoughts: Sequence[bytes]  #: a digest for each answer of the whole conversation; empty: none was sent
+    key: bytes  #: of everything except thoughts
+    thoughts: Sequence[bytes]  #: a digest per answer of the whole conversation; b"" without thoughts
 
 
 def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:
-    """Yield each beginning that ends with an answer, and then the whole. All share one list of thoughts."""
+    """Yield each beginning that ends with an answer, then the whole. All share one list of thoughts."""
     key, thoughts, at = base, list[bytes](), 0
     for role, group in groupby(match_results(messages, SHORT_IDS), key=lambda turn: turn.role):
         run = list(group)
@@ -68,7 +68,7 @@ def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginni
 
 
 def base_key(conversation: Conversation, *about: str) -> bytes:
-    """Return the key of what else a prompt depends on. `about`: client, model and its template."""
+    """Return the key of a prompt's other parts. `about`: client, model and template."""
     tools = [tool_json(tool) for tool in conversation.tools]
     options = sorted(template_options(conversation).items())
     return _digest(b"", *about, json.dumps([tools, options], default=str))
@@ -92,13 +92,13 @@ def _answer_key(before: bytes, text: str, calls: Sequence[Call]) -> bytes:
 
 
 def _thought_digest(text: str) -> bytes:
-    """Return a digest without white space, which clients trim and join again; empty without thoughts."""
+    """Return a digest that ignores white space, which clients change; b"" without thoughts."""
     letters = "".join(text.split())
     return _digest(b"", letters) if letters else b""
 
 
 def _arguments(text: str) -> str:
-    """Return JSON of equal meaning in one form. A number is the same with and without `.0`."""
+    """Return JSON in a normal form, where 40.0 is 40."""
     try:
         value = json.loads(text or "{}", parse_float=lambda number: integral(float(number)))
         return json.dumps(value, sort_keys=True)
@@ -111,13 +111,13 @@ def _arguments(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RememberedAnswer:
-    """Tokens of a prompt and its answer, without a token that ended it."""
+    """Tokens of a prompt and its answer, without the end token."""
 
     tokens: array[int]
     text: str  #: shown after the tokens
     thoughts: tuple[bytes, ...]  #: as in `Beginning`
     ids: tuple[str, ...]  #: of its calls
-    behind: str | None = None  #: written after the arguments, if a call and not the model ended the answer
+    behind: str | None = None  #: text after the arguments, if a call ended the answer instead of the model
 
     @property
     def size(self) -> int:
@@ -125,7 +125,7 @@ class RememberedAnswer:
 
 
 class AnswerMemory:
-    """Remembered answers in `most_bytes`, for any thread. Those that were not used for longest make room."""
+    """Remembered answers within `most_bytes`, for any thread. It drops the least recently used."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -168,13 +168,13 @@ class CompleteAnswer:
 def to_remember(
     text: Text, eos: Sequence[int], place: Beginning, whole: CompleteAnswer
 ) -> tuple[set[bytes], RememberedAnswer] | None:
-    """Return an answer to the messages up to `place`, which one of `eos` may end, and its keys.
+    """Return the keys of an answer to the messages up to `place`, and the answer without one of `eos`.
 
-    None where its tokens are not the answer that the client sees, as of one cut off in a call.
+    None if its tokens are not the answer that the client sees, as after a cut in a call.
     """
     record, finish, answer = whole.record, whole.finish, whole.tokens
     calls = record.calls
-    # clients join its pieces with or without a line's end
+    # Clients join its pieces with or without a line break.
     texts = {_joined(record.texts), record.text.strip()}
     if not (calls or any(texts)) or (finish.reason == "length" and not record.ends_in_text):
         return None
@@ -198,12 +198,12 @@ def to_remember(
 
 
 def _before_stop(text: Text, answer: Sequence[int], stop: str) -> tuple[Sequence[int], str] | None:
-    """Return the tokens before a stop string, and the text between them and it; None if unclear."""
-    behind, count, last = 0, 0, ""  # characters from the stop string on, the tokens with them, their text
+    """Return the tokens before a stop string, and the text between both; None if unclear."""
+    behind, count, last = 0, 0, ""  # characters from the stop string on, their tokens, the tokens' text
     for more in range(1, min(len(answer), _LONGEST_STOP) + 1):
         at = (longer := text.decoded(answer[-more:])).find(stop)
         if at >= 0 and behind == len(longer) - at:
-            break  # one that begins earlier would overlap it
+            break  # an earlier stop string would overlap it
         if at >= 0:
             behind, count, last = len(longer) - at, more, longer
     rest = answer[: len(answer) - count]
@@ -224,11 +224,11 @@ class Replay:
 
     tokens: tuple[int, ...]
     rest: str
-    border: bool  #: False where the rest begins with a special token, or with text of its own.
+    border: bool  #: False if the rest begins with a special token, or with text of its own.
     thoughts: tuple[bytes, ...]
 
     def encoded(self, text: Text) -> tuple[int, ...] | None:
-        """Return the tokens of the whole prompt; None where no tokens give this text. Raises RequestError."""
+        """Return the whole prompt's tokens; None if no tokens spell this text. Raises RequestError."""
         rest = text.encoded(self.rest, special=False)
         if self.border and not _joins(text, self.tokens, rest, self.rest):
             return None
@@ -238,9 +238,9 @@ class Replay:
 def replayed(
     text: Text, conversation: Conversation, place: Beginning, answer: RememberedAnswer, eos: Sequence[int]
 ) -> Replay | None:
-    """Return the prompt that begins with the tokens of an answer; None where the template prevents it.
+    """Return the prompt that begins with the tokens of an answer; None if the template prevents it.
 
-    It has to write the messages before the answer, but their thoughts, equally for any messages after them.
+    The messages before the answer, except thoughts, must look the same before any other message.
     """
     mark = f"mlxtp{secrets.token_hex(8)}"
     if (messages := _marked(conversation.messages, place, answer.ids, mark)) is None:
@@ -271,10 +271,10 @@ def replayed(
 def _marked(
     messages: Sequence[ChatMessage], place: Beginning, ids: Sequence[str], mark: str
 ) -> tuple[ChatMessage, ...] | None:
-    """Return the messages with `mark` as the answer's text or arguments, old ids, and no thoughts before."""
+    """Return the messages with `mark` as the answer's text or arguments, old ids, and no earlier thoughts."""
     called = [call for turn in messages[place.start : place.stop] for call in turn.calls]
     changed = dict(zip([call.id for call in called], ids, strict=True))
-    if len(changed) < len(ids):  # two calls with one id
+    if len(changed) < len(ids):  # an id repeats
         return None
     arguments = json.dumps({mark: mark})
     calls = tuple([Call(changed[call.id], call.name, arguments) for call in called])
@@ -297,7 +297,7 @@ def _behind_text(behind: str, written: str, shown: str) -> str | None:
 def _behind_calls(
     behind: str, written: str, marks: Sequence[str], ends: Sequence[str], cut: str | None
 ) -> str | None:
-    """Return the template's text after an answer with calls, which `marks` end, and `ends` it.
+    """Return the template's text after an answer with calls. `marks` end calls, `ends` the answer.
 
     `cut`: `RememberedAnswer.behind`.
     """

@@ -1,6 +1,6 @@
-"""Text of tokens as a table of bytes, which `bytes_of` makes in the process of the model.
+"""Bytes of all tokens, in a table that the model's process makes.
 
-The agent decodes answers by looking tokens up: no code or pattern of a publisher runs there.
+The agent decodes answers by lookup: it runs no code or pattern of a model's publisher.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any
 from ..errors import Code, ModelError
 from ..model_files import CHARACTER_OF
 
-MOST_TOKENS = 1 << 22  #: Ids of a tokenizer, at most; the largest known ones have 262,144.
-MOST_S = 0.25  #: CPU time of a decoder for one token, of which others take microseconds.
+MOST_TOKENS = 1 << 22  #: Most ids of a tokenizer; the largest known one has 262,144.
+MOST_S = 0.25  #: Most CPU time to decode one token; it usually takes microseconds.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_BATCH = 4096  # tokens that the library decodes at once
+_BATCH = 4096  # tokens that the library decodes at a time
 _PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    starts: array[int]  #: of each token in `content`, by id, and the end of all
+    starts: array[int]  #: offset of each token in `content`, by id, and the end of all
     content: bytes
-    strip: bool  #: One space at the very beginning belongs to the tokenizer, not to the text.
+    strip: bool  #: An initial space is the tokenizer's, not the text's.
 
     def joined(self, tokens: Iterable[int]) -> bytes:
         starts, content, end = self.starts, self.content, len(self.starts) - 1
         return b"".join([content[starts[token] : starts[token + 1]] for token in tokens if 0 <= token < end])
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, special ones too, as the beginning of a text."""
+        """Return the text of tokens, including special ones, as the beginning of a text."""
         found = self.joined(tokens).decode(errors="replace")
         return found.removeprefix(" ") if self.strip else found
 
 
 class Detokenizer:
-    """Token ids of one answer in, its text out, but for ids in `skip`. Exact and linear."""
+    """One answer's token ids in, its text out, except for ids in `skip`. Exact and linear."""
 
     def __init__(self, table: TokenBytes, skip: Collection[int]) -> None:
         self._table = table
@@ -52,7 +52,7 @@ class Detokenizer:
         self._strip = table.strip
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Return the text that is certain now. An incomplete character waits for the next tokens."""
+        """Return the text that is certain by now. An incomplete character waits for more tokens."""
         text = self._utf8.decode(self._table.joined(token for token in tokens if token not in self._skip))
         if self._strip and text:
             self._strip = False
@@ -64,9 +64,9 @@ class Detokenizer:
 
 
 def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
-    """Return the table of a tokenizer of `tokenizers`, which decodes `probe` as that does. Raises ModelError.
+    """Return the table of a tokenizer of `tokenizers`. Raises ModelError.
 
-    `probe` are the ids of a text with all difficult cases.
+    The table must decode `probe`, ids of a text with all difficult cases, as the tokenizer does.
     """
     added = backend.get_added_tokens_decoder()
     names: dict[int, str] = {id_: name for name, id_ in backend.get_vocab(with_added_tokens=False).items()}
@@ -110,7 +110,7 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _ways(
     backend: Any, names: Mapping[int, str], steps: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Mapping[int, bytes], bool]]:
-    """Yield the bytes of tokens and `strip`: by known rules, then as the library decodes each token."""
+    """Yield bytes of tokens and `strip`: first by known rules, then as the library decodes each token."""
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds:
         yield {id_: _byte_level(name) for id_, name in names.items()}, False
@@ -123,7 +123,7 @@ def _ways(
 
 
 def _by_library(backend: Any, names: Mapping[int, str]) -> tuple[dict[int, bytes], bool]:
-    """Return the bytes of each token behind a word, and True if its text has no space in front when alone."""
+    """Return each token's bytes after a word, and True if the library drops the space of a first token."""
     first = next((id_ for id_, name in names.items() if name.strip("\u2581 ").isalpha()), 0)
     decoded = partial(backend.decode_batch, skip_special_tokens=False)
     before, found = decoded([[first]])[0], dict[int, bytes]()
@@ -137,7 +137,7 @@ def _by_library(backend: Any, names: Mapping[int, str]) -> tuple[dict[int, bytes
 
 
 def _byte_level(token: str) -> bytes:
-    """Return a byte per character; a token with any other character is literal text (an added token)."""
+    """Return one byte per character; a token with any other character is literal text (an added token)."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -145,7 +145,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """Return the bytes of a token: `<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    """Return a token's bytes: `<0xF0>` is a byte; in any other text U+2581 stands for a space."""
     byte = _BYTE_TOKEN.fullmatch(token) if token.startswith("<0x") else None
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 

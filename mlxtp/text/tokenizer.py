@@ -27,7 +27,7 @@ from .token_bytes import Detokenizer
 
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
 
-#: Text of one token shown alone, and its bytes in the answer; None for special tokens.
+#: A token's text shown alone, and its bytes in the answer; None for special tokens.
 Name = tuple[str, tuple[int, ...] | None]
 
 
@@ -42,21 +42,21 @@ class Text:
         facts = writer.facts
         self.has_chat_template = facts.renders
         self.eos = (facts.eos,) if facts.eos >= 0 else ()  #: the tokenizer's own end token, if it has one
-        self.decoded = facts.tokens.text  #: text of tokens that a client sent, special ones too
+        self.decoded = facts.tokens.text  #: text of a client's tokens, including special ones
         #: text of special tokens, which answers do not show
         self.specials: dict[int, str] = {id_: text for id_, text, special in facts.added if special}
         #: In characters: `n` tokens make at most `n` times as many.
         self.longest_token = facts.longest_token
         self.markup = thought_markup(facts.template, facts.markers)
         own = call_format(facts.template, facts.markers)
-        traits = TemplateTraits()  # of the best template, even if it takes too long to find its own
+        traits = TemplateTraits()  # of the best template, in case probing takes too long
         if facts.renders:
             with suppress(RequestError):
                 render = partial(writer.render, options={}, prompting=True)
                 traits = traits_of(render, self.markup)
-        #: Abilities of the chat template. It has no tools where their calls could not be read.
+        #: Abilities of the chat template. It has no tools if their calls could not be read.
         self.traits = replace(traits, tools=traits.tools and own is not None)
-        #: format of this model's tool calls, and that of tools in words if the template lists none
+        #: format of this model's calls; if the template lists no tools, also of calls described in words
         self.tool_calls = JSON_CALLS if own is None else own if self.traits.tools else own.beside(JSON_CALLS)
         #: Equal for equal tokenizers and templates.
         self.identity = facts.identity
@@ -68,14 +68,14 @@ class Text:
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """Start a model folder's process. Raises ModelError."""
+        """Start a process for a model folder. Raises ModelError."""
         return cls(SandboxedRenderer(path))
 
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Messages that it refuses or leaves out are written in a plainer form, unless `exact`. Raises
-        RequestError when there is no template, or it writes no form of them whole.
+        Unless `exact`, messages that the template refuses or omits are rewritten more plainly. Raises
+        RequestError if there is no template, or it omits something in every form.
         """
         if not self.has_chat_template:
             why = "this model has no chat template, so it cannot answer chat messages"
@@ -101,35 +101,35 @@ class Text:
         raise refusal
 
     def stamp(self) -> str:
-        """Return text that stands for the time in prompts; empty where the template writes none."""
+        """Return text that changes with the time in prompts; "" if the template writes no time."""
         if "strftime_now" not in self._writer.facts.template:
             return ""
         try:
             return self.rendered(Conversation((ChatMessage("user", "x"),)), prompting=False)
-        except RequestError:  # no two prompts are known to be of one time
+        except RequestError:  # assume that the time differs in each prompt
             return secrets.token_hex(8)
 
     def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
-        """Return the template's style of a call before one of the end tokens `eos`; None if it is unknown."""
+        """Return the template's style of calls in answers that `eos` may end; None if unknown."""
         if eos not in self._styles:
             ends = [self.specials.get(token) or self.decoded([token]) for token in (*eos, *self.eos)]
-            if self.tool_calls.bare:  # nothing but JSON
+            if self.tool_calls.bare:  # the call is JSON only
                 ends += self.specials.values()
             self._styles[eos] = call_style(self.rendered, self.tool_calls, ends)
         return self._styles[eos]
 
     @cached_property
     def answer_prefix(self) -> str:
-        """Special tokens, with the text between them, that the template writes before an answer."""
+        """Special tokens, and text between them, that the template writes before an answer."""
         try:
             prefix = answer_prefix(self.rendered)
-        except RequestError:  # without a chat template
+        except RequestError:  # there is no chat template
             return ""
         return prefix if any(special in prefix for special in self.specials.values()) else ""
 
     @cached_property
     def grammar_tokens(self) -> tuple[tuple[str, int], ...]:
-        """Tokens, with ids, that the grammar library takes as one symbol: special and added ones in `<>`."""
+        """Tokens, with ids, that are one symbol to the grammar library: special tokens and added `<...>`."""
         added = {id_: text for id_, text, _ in self._writer.facts.added if text[:1] + text[-1:] == "<>"}
         return tuple((text, id_) for id_, text in (self.specials | added).items())
 
@@ -139,13 +139,13 @@ class Text:
         return () if token is None else (token,)
 
     def thinks_on(self, prompt: Sequence[int]) -> bool:
-        """Return True if a prompt ends in the middle of a thought; the answer then begins with it."""
+        """Return True if the prompt ends inside a thought, so that the answer continues it."""
         if self.markup.think is None:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
 
     def name(self, token: int) -> Name:
-        """Return a token's name in log-probabilities. Bytes that are no whole character show as U+FFFD."""
+        """Return a token's name in log-probabilities. Bytes of an incomplete character show as U+FFFD."""
         if (special := self.specials.get(token)) is not None:
             return special, None
         piece = self._writer.facts.tokens.joined((token,))

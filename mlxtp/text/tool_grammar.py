@@ -1,4 +1,4 @@
-"""Grammars of answers: JSON schemas, and tool calls alone or beside another answer. Pure, but for a log."""
+"""Grammars of answers: JSON schemas, and tool calls with or without another answer. Pure but for a log."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .conversation import Tool
 JsonSchema = dict[str, Any]
 Json = Mapping[str, Any]
 
-MOST_SCHEMA = 1 << 19  #: characters, as many as a whole grammar may have
-#: Formats of strings that a grammar knows.
+MOST_SCHEMA = 1 << 19  #: characters, the limit of a whole grammar
+#: Formats of strings that grammars support.
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-#: Keywords without meaning for a grammar, and those that it cannot enforce though the answer is still useful.
+#: Keywords that a grammar ignores: without meaning to it, or unenforceable though the answer stays useful.
 _LEFT_OUT = frozenset(
     {"uniqueItems", "propertyNames", "x-guidance", "title", "description", "default", "examples", "$comment"}
 )
 _DATE = "[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]([.][0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}  # without year 0, which few libraries read
-_MOST_INTEGER = 2**63 - 1024  # limit of an integer on each side without one: the largest float below 2**63
+_MOST_INTEGER = 2**63 - 1024  # default bound of integers: the largest float below 2**63
 _BOUNDS = (("minimum", "exclusiveMinimum", -_MOST_INTEGER), ("maximum", "exclusiveMaximum", _MOST_INTEGER))
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
@@ -44,9 +44,9 @@ _LENIENT = {"lenient": True, "coerce_one_of": True}
 def guided_schema(
     schema: Mapping[str, Any], separators: Separators, where: str, *, lenient: bool = False
 ) -> str:
-    """Return `schema` as JSON text. Objects that declare no other properties are closed, integers bounded.
+    """Return `schema` as JSON text. It closes objects that declare no other properties, and bounds integers.
 
-    `lenient` leaves out what the grammar cannot enforce. Raises RequestError about the field `where`.
+    `lenient` drops keywords that the grammar cannot enforce. Raises RequestError about the field `where`.
     """
     options: JsonSchema = {"item_separator": separators.item, "key_separator": separators.key}
     options |= {"whitespace_flexible": False, **(_LENIENT if lenient else {})}
@@ -61,14 +61,14 @@ def guided_schema(
 
 
 def combines(schema: Mapping[str, Any]) -> bool:
-    """Return True if one object's properties come from several places of this schema."""
+    """Return True if several parts of this schema give properties to one object."""
     kinds = sum(schema.get(key) is not None for key in ("properties", *IN_PLACE))
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     return kinds > 1 or several
 
 
 def _closed(schema: Any, shared: Set[int], part: bool = False) -> Any:
-    """Close objects, but no `part` of a combination and none of `shared` identity: others add properties."""
+    """Close objects, except a `part` of a combination or the `shared`: others add properties to them."""
     if not isinstance(schema, Mapping):
         return schema
     open_ = part or id(schema) in shared
@@ -103,7 +103,7 @@ def _closed(schema: Any, shared: Set[int], part: bool = False) -> Any:
 
 
 def _shared(schema: Json) -> set[int]:
-    """Return the identities of the schemas that combinations refer to, also by way of other references."""
+    """Return the identities of all schemas that combinations refer to, directly or indirectly."""
     shared, seen = set[int](), set[tuple[int, bool]]()
     todo: list[tuple[Any, bool]] = [(schema, False)]
     while todo:
@@ -130,14 +130,14 @@ def _shared(schema: Json) -> set[int]:
 
 # --- calls ------------------------------------------------------------------------------------------------
 
-JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
-_written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # in half the time
-_MOST_KEPT = 32_000  # characters of a schema whose rules are kept
+JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates of unknown style
+_written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # takes half the time
+_MOST_KEPT = 32_000  # characters of a schema whose rules are cached
 
 log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=100)  # of lines that clients choose: each is logged the first time
+@lru_cache(maxsize=100)  # clients choose the lines; each is logged once
 def log_once(line: str) -> None:
     log.info(line)
 
@@ -166,7 +166,7 @@ def call_grammar(
 ) -> str:
     """Return a Lark grammar for one call of any tool, or of the `required` one. Raises RequestError.
 
-    `tokens` stand for themselves. `otherwise` allows another answer: the text before it, and its JSON schema.
+    `tokens` stand for themselves. `otherwise` allows another answer: its prefix and JSON schema.
     """
     if required is not None and required not in schemas:
         raise RequestError(f"tool_choice: there is no tool named {required!r}", param="tool_choice")
@@ -176,7 +176,7 @@ def call_grammar(
     writes, tokens = _Literals(tokens), tuple(tokens)
     calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
     lines = [f"call: {writes(style.before)} ({calls}) {writes(style.after)}"]
-    rules: dict[str, str] = {}  # of arguments, by their schema: tools may share one
+    rules: dict[str, str] = {}  # of arguments, by schema: tools may share one
     for index, (name, schema) in enumerate(allowed):
         written = json.dumps(name, ensure_ascii=False)[1:-1] if style.before.endswith('"') else name
         rule, text = f"arguments_{index}", _written(schema)
@@ -218,7 +218,7 @@ def _either(calls: list[str], writes: _Literals, otherwise: tuple[str, str] | No
 
 
 def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
-    """Return one schema for both where calls are bare JSON, whose beginnings a lexer cannot distinguish."""
+    """Return one schema for both answer and call, since a lexer cannot tell their beginnings apart."""
     answer = json.loads(otherwise)
     options = answer.pop("x-guidance") | _LENIENT
     call = json.loads(f"{style.before}NAME{style.between}null{style.after}")
@@ -235,7 +235,7 @@ def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """Return the schema with references to its own parts, which are now at `to`."""
+    """Return the schema with its internal references prefixed by `to`."""
     if isinstance(schema, list):
         return [_moved(each, to) for each in schema]
     if not isinstance(schema, dict):
@@ -246,11 +246,11 @@ def _moved(schema: Any, to: str) -> Any:
     return made
 
 
-@lru_cache(maxsize=500)  # schemas come again with every turn
+@lru_cache(maxsize=500)  # schemas repeat at every turn
 def _arguments(
     rule: str, text: str, style: CallStyle, tokens: tuple[tuple[str, int], ...]
 ) -> tuple[str, ...]:
-    """Return the schema of a tool's arguments as `guided_schema` does, or rules of separate ones."""
+    """Return the arguments' schema as `guided_schema` does, or with `style.field` the rules of each."""
     schema = json.loads(text)
     if style.field is None:
         return (guided_schema(schema, style.separators, "tools", lenient=True),)
@@ -258,7 +258,7 @@ def _arguments(
 
 
 def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Iterator[str]:
-    """Yield rules of separate arguments in the schema's order, then of those that it does not name."""
+    """Yield a rule for each argument in the schema's order, then one for undeclared arguments."""
     assert style.field is not None
     opening, inside, closing = style.field
     definitions = schema.get("$defs", {})
@@ -298,7 +298,7 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
 
 
 def _choices(schema: Any, root: Json) -> list[str]:
-    """Return the texts of all values of a schema; empty if it does not list them, or too many."""
+    """Return the texts of all values of a schema; [] if it does not list them, or too many."""
     found, size = list[str](), 0
     for text in _values(schema, root, 2):
         found.append(text or "")
@@ -309,7 +309,7 @@ def _choices(schema: Any, root: Json) -> list[str]:
 
 
 def _values(schema: Any, root: Json, references: int) -> Iterator[str | None]:
-    """Yield the texts of a schema's values; None where it does not list them, behind few references."""
+    """Yield the texts of a schema's values; None if it does not list them within so many references."""
     match schema:
         case {"$ref": str(reference)} if references:
             yield from _values(referred(reference, root), root, references - 1)
@@ -327,7 +327,7 @@ def _values(schema: Any, root: Json, references: int) -> Iterator[str | None]:
 
 
 class _Literals:
-    """Text as a Lark grammar writes it; tokens that stand for themselves are written `<[id]>`.
+    """Text as literals of a Lark grammar. Tokens that stand for themselves become `<[id]>`.
 
     `engine/grammar.py` reads from `text <[id]>` and from `[suffix="..."]` how a text ends.
     """
@@ -344,6 +344,6 @@ class _Literals:
         )
 
     def behind_text(self, closing: str) -> str:
-        """Return `closing`, without white space, if a token begins it, which ends a text; else nothing."""
+        """Return `closing` without leading white space if a token begins it, and so ends a text; else ""."""
         found = next(filter(None, self._split.split(closing.lstrip())), "")
         return self(closing.lstrip()) if found in self._ids else ""

@@ -1,7 +1,7 @@
-"""JSON schemas of tools, as far as a grammar can enforce them.
+"""JSON schemas of tools, reduced to what a grammar can enforce.
 
-The grammar library is asked part by part, and keyword by keyword where it refuses a part. That may take any
-time and memory, so agents leave it to the process of a `Renderer`.
+The grammar library judges each part, and each keyword of a part that it refuses. That may take any time and
+memory, so agents leave it to the process of a `Renderer`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .call_style import Separators
 from .json_limits import integral
 from .tool_grammar import FORMATS, IN_PLACE, JsonSchema, combines, guided_schema
 
-#: Limits of the compiler for one part of a schema. A whole grammar has three times the fuel.
+#: Compiler limits for one part of a schema. A whole grammar has three times the fuel.
 FUEL, STATES = 100_000, 50_000
 
 _BEYOND = (
     "not", "if", "contains", "uniqueItems", "propertyNames", "dependencies", "dependentRequired",
     "dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-#: Keywords in the order in which they are kept.
+#: Keywords, most important first.
 _ORDER = (
     "type", *IN_PLACE, "const", "enum", "properties", "patternProperties", "additionalProperties",
     "required", "prefixItems", "items", "pattern", "format", "multipleOf", "minimum", "exclusiveMinimum",
@@ -34,18 +34,19 @@ _ORDER = (
 )  # fmt: skip
 _KEYWORDS = frozenset({*_ORDER, *_BEYOND, "additionalItems"})
 _PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "items", "format"})
-_DEEPEST = 50  # levels; the compiler reads JSON of 126
-_MOST_EXACT = 2**53  # greatest integer among values: the compiler computes with floats
-_MOST_DIGITS = 4  # of `multipleOf`, which takes as many states as it is great, and ten seconds for a million
+_DEEPEST = 50  # levels; the compiler reads 126 levels of JSON
+_MOST_EXACT = 2**53  # largest exact integer: the compiler computes with floats
+_MOST_DIGITS = 4  # of `multipleOf`: its states grow with its value, and a million takes ten seconds
 _NAME = re.compile(r'"\$ref": "#/\$defs/(d[0-9]+)"')
 _REFERENCE = re.compile(rf"{{{_NAME.pattern}}}")
 _MOST_WORDS = 200  # characters of the compiler's explanation
 
 
 def relaxed(tools: Mapping[str, Any], nullable: bool) -> tuple[dict[str, JsonSchema], list[str]]:
-    """Return the schemas of tools by name, as a grammar can enforce them, and what is left out, and why.
+    """Return the tools' schemas by name, reduced to what a grammar enforces; and what is dropped, and why.
 
-    Each describes an object, with all references in its `$defs`. `nullable` honors OpenAPI's keyword.
+    Each schema describes an object and has all referenced schemas in `$defs`. `nullable` honors OpenAPI's
+    keyword.
     """
     made, left_out = dict[str, JsonSchema](), list[str]()
     for name, schema in tools.items():
@@ -60,7 +61,7 @@ def relaxed(tools: Mapping[str, Any], nullable: bool) -> tuple[dict[str, JsonSch
 
 
 class _SchemaRelaxer:
-    """One schema while it is relaxed. `_definitions` are the finished targets of its references."""
+    """Relaxation of one schema. `_definitions`: its finished reference targets."""
 
     def __init__(self, root: Mapping[str, Any], where: str, nullable: bool) -> None:
         self._root = {**root, "type": "object", "nullable": False}
@@ -68,7 +69,7 @@ class _SchemaRelaxer:
         self.left_out: list[str] = []
         self._definitions: JsonSchema = {}
         self._names: dict[int, str] = {}  # of targets, by identity
-        self._loops: set[str] = set()  # names of targets that contain themselves
+        self._loops: set[str] = set()  # names of recursive targets
 
     def arguments(self) -> JsonSchema:
         whole: JsonSchema = {"$ref": self._reference("#")}
@@ -95,17 +96,17 @@ class _SchemaRelaxer:
             elif value is not False and (key != "format" or schema.get("type") not in ("integer", "number")):
                 self.left_out.append(f"{at}.{key}: no grammar enforces {json.dumps(value)[:50]}")
         rest = made.pop("additionalItems", True)
-        if isinstance(made.get("items"), list):  # a tuple of earlier drafts
+        if isinstance(made.get("items"), list):  # a tuple in earlier drafts
             made |= {"prefixItems": made["items"], "items": rest}
         for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if isinstance(made.get(exclusive), bool) and made.pop(exclusive) and bound in made:  # of draft 4
+            if isinstance(made.get(exclusive), bool) and made.pop(exclusive) and bound in made:  # draft 4
                 made[exclusive] = made.pop(bound)
         made = self._enforced(made, at, self._fault)
         nullable = self._nullable and schema.get("nullable") is True
         return {"anyOf": [made, {"type": "null"}]} if nullable else made
 
     def _kept(self, key: str, value: Any, at: str, depth: int) -> Any:
-        """Return a keyword's value in the compiler's form; Ellipsis: it has none."""
+        """Return a keyword's value in the compiler's form; Ellipsis if it has none."""
         kept: Any = ...
         match key, value:
             case (("properties" | "patternProperties"), dict()):
@@ -133,7 +134,7 @@ class _SchemaRelaxer:
         return kept
 
     def _enforced(self, made: JsonSchema, at: str, fault: Callable[[JsonSchema], str]) -> JsonSchema:
-        """Return a schema as it is, or its keywords that have no fault together."""
+        """Return a schema unchanged, or only keywords that together have no fault."""
         if not (why := fault(made)):
             return made
         kept: JsonSchema = {}
@@ -156,27 +157,27 @@ class _SchemaRelaxer:
         return kept
 
     def _fault(self, schema: JsonSchema) -> str:
-        """Return why the compiler cannot enforce a schema whose parts it can; empty: it can."""
+        """Return why the compiler refuses a schema whose parts it accepts; "" if it accepts it."""
         if _is_plain(schema):
             return ""
         lengths = ("minLength", "maxLength") if "{" in schema.get("pattern", "") else ()
         if "pattern" in schema and not schema.keys().isdisjoint(("format", *lengths)):
-            return "it stands beside a pattern"  # it would have many states, but in the middle of an answer
+            return "it stands beside a pattern"  # it would have many states, noticed only within an answer
         todo, definitions = [schema], dict[str, JsonSchema]()
-        inside = {"properties": {"x": schema}, "items": schema}  # stands for one that is not finished
+        inside = {"properties": {"x": schema}, "items": schema}  # stands for an unfinished definition
         for each in todo:  # it grows
             for name in {*_NAME.findall(json.dumps(each))} - definitions.keys():
                 todo.append(definitions.setdefault(name, self._definitions.get(name, inside)))
         if not schema.keys().isdisjoint(IN_PLACE):
-            schema = {"minItems": 1, **schema}  # else a list without valid items would pass, empty
-        if "patternProperties" in schema:  # else contradictions of optional properties would pass
+            schema = {"minItems": 1, **schema}  # else an empty list would hide that no item is valid
+        if "patternProperties" in schema:  # else optional properties would hide contradictions
             schema = {**schema, "required": [*schema.get("properties", ()), *schema.get("required", ())]}
         return _compiled(schema, definitions)
 
     def _reference(self, reference: str) -> str:
-        """Return the reference to a definition, which is relaxed first; empty if it leads nowhere."""
+        """Return a reference to a definition, relaxing that first; "" if it leads nowhere."""
         base, _, fragment = reference.partition("#")
-        anchor = "" if fragment.startswith("/") else fragment  # or a pointer
+        anchor = "" if fragment.startswith("/") else fragment  # else a pointer
         part = _named(self._root, base or anchor)
         found = part if anchor else referred(fragment, part)
         if not isinstance(found, dict):
@@ -192,11 +193,11 @@ class _SchemaRelaxer:
         return f"#/$defs/{name}"
 
     def _endless(self, name: str, schema: JsonSchema) -> str:
-        """Return why a definition has no value without one of its own inside; empty: it has one."""
+        """Return why every value of a definition would contain another one, endlessly; "" if some do not."""
         return _compiled(json.loads(self._unfolded(json.dumps(schema), {name})), self._definitions)
 
     def _unfolded(self, text: str, busy: Set[str]) -> str:
-        """Return JSON of a schema with definitions in place of references, false for one inside itself."""
+        """Return a schema's JSON with definitions in place of references; a recursive one becomes false."""
 
         def target(found: re.Match[str]) -> str:
             there = json.dumps(self._definitions.get(found[1], True))
@@ -206,7 +207,7 @@ class _SchemaRelaxer:
 
 
 def _named(schema: Any, name: str) -> Any:
-    """Return the part of a schema with an `$id` or anchor, the whole for no name; None: there is none."""
+    """Return the part of a schema with this `$id` or anchor (the whole for ""), or None."""
     todo = [schema]
     for part in todo:  # it grows
         if isinstance(part, dict):
@@ -235,7 +236,7 @@ def _is_plain(schema: JsonSchema) -> bool:
 
 
 def _compiled(schema: Any, definitions: JsonSchema) -> str:
-    """Return why the compiler refuses a value of a schema; empty: there is one, and it can be enforced."""
+    """Return why the compiler refuses all values of a schema; "" if it accepts and enforces it."""
     from llguidance import LLMatcher, LLParserLimits
 
     whole = {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": definitions}

@@ -1,4 +1,4 @@
-"""Transcript of an answer: tokens in, certain events out, without half characters or stop strings. Pure."""
+"""Transcript of an answer: tokens in, events out, without half characters or stop strings. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .conversation import Call, StreamEnd, TokenScore
 from .json_limits import parsed
 from .token_bytes import Detokenizer
 
-Scored = tuple[int, TokenScore]  #: a token and its score
+Scored = tuple[int, TokenScore]
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text of the answer. `scores` of all tokens since the last event; the text may be empty then."""
+    """Text of the answer. `scores`: of all tokens since the last event. With scores, text may be empty."""
 
     choice: int
     text: str
@@ -46,7 +46,7 @@ class CallBegan:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments. The pieces of calls are never interleaved."""
+    """More of the JSON text of a call's arguments. Pieces of different calls never interleave."""
 
     choice: int
     index: int
@@ -59,7 +59,7 @@ class Finish:
     reason: ChoiceFinishReason
     end: StreamEnd
     stopped_by: str | None = None  #: the stop string that ended it
-    thought: int = 0  #: number of its tokens that are thoughts or end them
+    thought: int = 0  #: number of tokens that are thoughts or end them
     began_ns: int = field(default=0, compare=False)  #: `time.perf_counter_ns` of its first token, or 0
 
 
@@ -70,10 +70,10 @@ class WholeAnswer:
     """Events of one answer, put together. A call that the budget cut off has incomplete JSON."""
 
     def __init__(self) -> None:
-        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: deltas of one kind in a row
+        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: consecutive deltas of one kind
         self._calls: list[tuple[CallBegan, list[str]]] = []
-        self.scores: list[Scored] = []  #: if its reader keeps them
-        self.finish: Finish  #: the last event, once it came
+        self.scores: list[Scored] = []  #: kept by its reader, if at all
+        self.finish: Finish  #: the last event, once it has arrived
 
     def see(self, event: AnswerEvent) -> None:
         match event:
@@ -91,7 +91,7 @@ class WholeAnswer:
 
     @property
     def texts(self) -> list[str]:
-        """Pieces of the text, between thoughts and calls."""
+        """Pieces of text, separated by thoughts and calls."""
         return ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
 
     @property
@@ -112,18 +112,18 @@ class WholeAnswer:
 
     @property
     def complete_calls(self) -> list[Call]:
-        """Calls without one that the budget cut off: half its arguments must not pass for all of them."""
+        """Calls, except a last one cut off by the budget: a client could take its arguments for complete."""
         calls = self.calls
         cut = calls and self.finish.reason == "length" and parsed(calls[-1].arguments) is None
         return calls[:-1] if cut else calls
 
 
 class Transcript:
-    """Events of one choice, made of its tokens: its output up to a stop string, and its scores.
+    """Events of one choice, made from its tokens: output up to a stop string, and scores.
 
-    A token's score comes with the text that the token completes. Tokens after the one that completed a stop
-    string are neither shown nor counted. `plan` separates thoughts and calls from the text, in which alone
-    stop strings count. `specials` has the text of special tokens, with which models mark calls.
+    A score comes with the text that its token completes. Tokens after a stop string are neither shown nor
+    counted. `plan` separates thoughts and calls from text; stop strings count only in text. `specials` has
+    the text of special tokens, since models mark calls with them.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class Transcript:
         self._scored = scored
         self._choice = choice
         self._specials = specials
-        self._incomplete: list[Scored] = []  #: scores of the tokens whose text is not complete yet
-        #: Other scores not shown yet, each with the length of the answer at its token's end.
+        self._incomplete: list[Scored] = []  #: scores of tokens whose text is incomplete
+        #: Other scores to show, each with the answer's length at its token's end.
         self._waiting: deque[tuple[int, Scored]] = deque()
         self._made = 0
-        self.tokens = array("i")  #: up to the end, including the one that completed a stop string
-        self.thought = 0  #: tokens that were thoughts, or ended them
-        self.called = False  #: true if a tool call began
+        self.tokens = array("i")  #: up to the end, including the token that completed a stop string
+        self.thought = 0  #: tokens that are thoughts or end them
+        self.called = False  #: A tool call began.
 
     @property
     def used(self) -> int:
@@ -157,7 +157,7 @@ class Transcript:
 
     @property
     def stopped(self) -> bool:
-        """True if the answer is over: a stop string was found, or the calls have reached their limit."""
+        """True if the answer is over: at a stop string, or at the most calls."""
         return self.stopped_by is not None or (self._calls is not None and self._calls.enough)
 
     @property
@@ -211,7 +211,7 @@ class Transcript:
         return [AnswerPart(PartKind.SAID, text if self._finder is None else self._finder.push(text))]
 
     def _events(self, parts: Sequence[AnswerPart], scores: Sequence[Scored]) -> list[AnswerEvent]:
-        """Return one event for parts of a kind in a row; the scores go with the last event."""
+        """Return one event for consecutive parts of a kind. Scores go with the last event."""
         events: list[AnswerEvent] = []
         for kind, group in groupby(parts, key=attrgetter("kind")):
             if kind is PartKind.CALL:

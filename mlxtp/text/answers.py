@@ -119,7 +119,7 @@ class ReadingPlan:
 
 
 LONG_TEXT = 4000  #: characters
-#: After so many long texts that only began like calls, no more are searched for: it keeps the time linear.
+#: After so many long texts that only began like calls, the rest is not searched: this keeps the time linear.
 MOST_LONG_TEXTS = 8
 
 

@@ -76,7 +76,7 @@ _CallHead = tuple[int, CallSyntax, str]  # length that the body skips, syntax, t
 
 
 class _OfferedCalls:
-    """How calls of tools with these names begin, in a model's format. `markers`: their first texts."""
+    """Beginnings of calls of tools with these names, in a model's format. `markers`: their first texts."""
 
     def __init__(self, format_: CallFormat, names: Sequence[str]) -> None:
         self._heads: dict[str, _CallHead] = {

@@ -23,6 +23,7 @@ from mlxtp.text.tokenizer import Text
 from . import live_cluster
 from .hub import Hub, put, running_hub
 from .live_cluster import Cluster
+from .rings import in_whole
 from .wire.members import Member, founder, member_of
 
 # A busy machine is no counterexample.
@@ -63,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out folders and files of which a ring runs nothing: reading their tests takes seconds."""
     marks = config.getoption("markexpr")
     left_out = OF_GROUPS if "not group" in marks else ()
-    if "not slow" in marks:
+    if "not slow" in marks or "not whole" in marks:
         left_out += SLOW_FOLDERS
     if collection_path in left_out:
         return True
@@ -95,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.group)
         elif not SLOW_FIXTURES.isdisjoint(fixtures) or _lies_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
+        if in_whole(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.whole)
         if _lies_in(item.path, OF_FAULTS):
             item.add_marker(pytest.mark.fault)
         if item.get_closest_marker("group") and not _has_groups(item.path):

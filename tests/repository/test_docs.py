@@ -233,14 +233,3 @@ def test_an_activated_environment_has_the_command() -> None:
         check=True,
     )
     assert done.stdout.strip() == str(activate.with_name("mlxtp"))
-
-
-def test_each_law_has_the_tests_that_are_named_as_its_holders() -> None:
-    rows = (ROOT / "tests" / "README.md").read_text().splitlines()
-    holders = re.findall(r"`([\w/]+\.py)::(\w+)`", "\n".join(rows))
-    assert len(holders) == 2 * sum(row.startswith("| ") for row in rows[rows.index("|---|---|---|") + 1 :])
-    assert [
-        f"{file}::{name}"
-        for file, name in holders
-        if f"\ndef {name}(" not in (ROOT / "tests" / file).read_text()
-    ] == []

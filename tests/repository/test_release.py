@@ -65,7 +65,7 @@ def test_a_dry_run_changes_nothing_and_a_release_packs_what_it_described(
     assert main(["--dry-run"], tmp_path) == 0
     said = capsys.readouterr()
     assert said.out.endswith("## Commits since v1.1.0\n\n- Steps overlap\n")
-    assert "would run: make lint, make test, make package" in said.err
+    assert "would run: make lint, make test-all, make package" in said.err
     assert sorted(tmp_path.iterdir()) == before
 
     (tmp_path / "Makefile").write_text(

@@ -1,0 +1,141 @@
+"""Tests that only `make test-all` runs. What `make test` keeps shows the same on most changes, in less time.
+
+A row is a folder of `tests/`, a file, a test or a case of one. Rows of `KEPT` are exceptions of `WHOLE`.
+"""
+
+from __future__ import annotations
+
+WHOLE = (
+    # the page in a browser, and what real programs send
+    "apps",
+    "page",
+    # families: three stand for all
+    "engine/test_describe.py",
+    "engine/test_families.py",
+    "engine/test_mtp_head.py::test_proposals_are_those_of_the_whole_text",
+    "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does",
+    "placement/test_model_shape.py::test_families_that_cannot_be_divided_stay_whole",
+    "stories/test_own_families.py",
+    "text/test_tool_schemas.py::test_a_kind_of_schema_in_every_place",
+    # growth of time and memory with what a client sends
+    "api/test_app_growth.py",
+    "text/test_answers.py::test_a_row_of_marks_takes_linear_work",
+    "text/test_answers.py::test_values_in_values_without_end_are_no_arguments",
+    "text/test_tool_schemas.py::test_any_json_makes_a_tool",
+    "text/test_tool_schemas.py::test_any_pattern_is_enforced_or_left_out",
+    "text/test_tool_schemas.py::test_any_schemas_that_refer_to_each_other_make_a_tool",
+    "text/test_tool_schemas.py::test_schemas_that_take_too_long_are_those_of_any_object",
+    "api/test_prompts_replay.py::test_a_change_makes_it_another_conversation",
+    "api/test_streaming_waiting.py::test_a_refusal_that_comes_late_is_the_last_event",
+    "api/test_streaming_waiting.py::test_what_came_before_the_acceptance_and_what_came_after_is_one_answer",
+    "engine/test_grammar.py::test_an_explosive_grammar_is_refused_and_the_next_one_is_not",
+    "stories/test_lying_members.py::test_invented_names_fill_no_collection",
+    "text/test_renderer_contained.py",
+    # many machines on one
+    "agents/test_attackers.py",
+    "agents/test_authority_survives.py",
+    "agents/test_crowd.py",
+    "agents/test_going_on.py::test_the_coordinator_is_killed",
+    "agents/test_models.py",
+    "agents/test_on_a_network.py",
+    "agents/test_one_machine.py",
+    "agents/test_who_may_come_in.py",
+    "discovery/test_mdns_hosts.py",
+    "models/test_transfers.py::test_a_member_that_has_it_lends_it_until_the_others_have_it",
+    "stories/test_fallback.py",
+    "stories/test_jaccl_agents.py",
+    "stories/test_load_on_request.py",
+    "models/test_transfers_fetching.py",
+    # faults that a sibling brings about as well
+    "chaos/test_caches.py",
+    "chaos/test_deaths.py",
+    "chaos/test_disk.py",
+    "chaos/test_frames.py",
+    "chaos/test_grammars.py",
+    "chaos/test_mutations.py",
+    "chaos/test_replies.py",
+    "engine/test_jaccl_ranks.py::test_giving_back_is_bounded",
+    "identity/test_store.py::test_wherever_leaving_is_cut_short_a_mac_is_a_member_or_can_join",
+    "test_background_watchdog.py",
+    # combinations of features
+    "cli/test_launch.py",
+    "cli/test_qualify_here.py",
+    "clients/test_examples.py",
+    "engine/test_batch.py::test_copies_of_every_kind_go_on_by_themselves",
+    "engine/test_draft_model.py::test_rows_together_get_what_each_would_get_alone",
+    "engine/test_executor_loading.py::test_after_forwards_alone_a_joint_one_compiles_no_kernel",
+    "engine/test_group_timing.py",
+    "engine/test_scheduler.py::test_lanes_of_a_pipeline_alternate_and_lose_nothing",
+    "groups/test_groups_drain.py",
+    "repository/test_structure.py::test_one_more_field_of_a_deployment_leaves_room_for_what_it_is_good_for",
+    "repository/test_structure.py::test_one_more_verb_is_a_class_and_a_handler",
+    "stories/test_commands.py",
+    "stories/test_features_checkpoints.py",
+    "stories/test_features_choice.py",
+    "stories/test_features_disk.py",
+    "stories/test_features_guided.py",
+    "stories/test_features_mtp.py",
+    "stories/test_features_pipeline.py",
+    "stories/test_features_prefix.py::test_caches_that_are_cleared_are_gone_on_every_rank_and_what_runs_goes_on",
+    "stories/test_features_recurrent.py",
+    "stories/test_features_room.py",
+    "stories/test_features_windows.py",
+    "stories/test_loading.py",
+    "stories/test_oracle.py::test_fifty_requests_each_get_their_own_string_back",
+    "stories/test_terminal.py",
+    "stories/test_tiny_model.py",
+    "stories/test_two_models.py",
+)
+
+KEPT = (
+    "agents/test_attackers.py::test_a_page_of_another_origin_posts_in_vain",
+    "agents/test_attackers.py::test_a_template_that_never_ends_costs_its_request_alone",
+    "agents/test_crowd.py::test_a_client_with_many_requests_does_not_starve_one_with_one",
+    "agents/test_models.py::test_what_one_has_is_served_by_all",
+    "agents/test_on_a_network.py::test_without_a_key_no_client_is_answered_and_the_words_say_how_to_make_one",
+    "agents/test_one_machine.py::test_two_agents_serve_together_and_any_of_them_is_asked",
+    "agents/test_one_machine.py::test_an_agent_that_is_told_to_end_says_goodbye_and_leaves_nothing",
+    "agents/test_who_may_come_in.py::test_strangers_hear_nothing",
+    "chaos/test_caches.py::test_a_cache_that_rank_1_has_not_kept",
+    "chaos/test_deaths.py::test_killed_while_working",
+    "chaos/test_disk.py::test_ranks_that_come_back_with_other_contents_agree",
+    "chaos/test_frames.py::test_rank_1_refuses",
+    "chaos/test_mutations.py::test_rank_1_skips_a_step",
+    "chaos/test_mutations.py::test_one_step_frame_too_many",
+    "chaos/test_mutations.py::test_rank_1_has_a_voice",
+    "clients/test_examples.py::test_the_programs_of_the_documents_count",
+    "cli/test_launch.py::test_where_a_key_is_asked_for",
+    "discovery/test_mdns_hosts.py::test_two_hosts_find_each_other_and_say_goodbye",
+    "engine/test_describe.py::test_the_command_prints_one",
+    "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[deepseek_v32]",
+    "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[full alone]",
+    "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[mamba]",
+    "models/test_transfers_fetching.py::test_sizes_that_no_disk_has_are_refused_before_anything_is_kept",
+    "stories/test_commands.py::test_a_key_learns_nothing_of_another_one_s_prompt",
+    "stories/test_commands.py::test_a_mistake_is_answered_in_the_words_of_its_maker",
+    "stories/test_commands.py::test_the_demo_answers_once_and_leaves_nothing",
+    "stories/test_fallback.py::test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring",
+    "stories/test_features_choice.py::test_drafts_are_counted",
+    "stories/test_features_choice.py::test_a_seed_is_a_text_and_another_seed_is_another",
+    "stories/test_features_disk.py::test_a_block_that_one_rank_lacks_is_a_miss_on_both",
+    "stories/test_features_guided.py::test_each_kind_alone",
+    "stories/test_features_mtp.py::test_a_kill_in_mid_answer_changes_no_token",
+    "stories/test_features_mtp.py::test_greedy_text_is_that_without_drafts",
+    "stories/test_features_pipeline.py::test_random_schedules_leave_all_ledgers_equal",
+    "stories/test_features_recurrent.py::test_a_conversation_goes_on_behind_drafts",
+    "stories/test_features_room.py::test_who_outgrows_the_room_is_put_off_and_comes_back_right",
+    "stories/test_loading.py::test_two_reasons_are_both_told_and_the_leaders_comes_first",
+    "stories/test_loading.py::test_one_model_after_another_in_one_epoch",
+    "stories/test_terminal.py::test_a_small_command_imports_no_agent",
+    "text/test_renderer_contained.py::test_a_hostile_template_fails_the_request_alone",
+    "test_background_watchdog.py::test_an_agent_is_watched",
+)
+
+
+def in_whole(test: str) -> bool:
+    """Return whether `make test` leaves out a test: its id, below `tests/`."""
+    return _named(test, WHOLE) and not _named(test, KEPT)
+
+
+def _named(test: str, rows: tuple[str, ...]) -> bool:
+    return any(test.startswith(row) and test[len(row) :][:1] in ("", "/", ":", "[") for row in rows)

@@ -125,7 +125,7 @@ class Limits:
     # fmt: off
     deadline_s: float = _told(
         LIMITS, LIMIT, 3600,
-        "All of a request's time, from the arrival of its body to its last token; a client may set less.",
+        "A request's time from the arrival of its body to its last token; a client may set less.",
         key="limits.deadline",
     )
     queue_s: float = _told(
@@ -134,12 +134,12 @@ class Limits:
     )
     load_stall_s: float = _told(
         LIMITS, LIMIT, 60,
-        "Loading a model without any progress, after which the group forms again; more for a slow disk.",
+        "Loading without progress, after which the group forms again; more for a slow disk.",
         key="limits.load_stall",
     )
     max_open_requests: int = _told(
         LIMITS, _number(values.up_to(2048)), 0,
-        "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
+        "Open requests; 0: as many as their tokens allow. One client may have 7 of 8.",
         key="limits.open_requests",
     )
     # fmt: on
@@ -189,8 +189,7 @@ class Settings:
     )
     drain_s: float = _told(
         GENERAL, SECONDS, 10,
-        "Seconds that open requests may take to end after a request to stop, such as Ctrl-C. A second Ctrl-C "
-        "ends at once.",
+        "Seconds that open requests have after a signal to stop, such as Ctrl-C. A second one ends at once.",
         key="drain",
     )
     model_folders: tuple[str, ...] = _told(
@@ -203,8 +202,7 @@ class Settings:
     )
     log_file: str = _told(
         GENERAL, FILE, "",
-        f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file begins; the last {KEPT_LOGS} before "
-        "it stay beside it.",
+        f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file begins; the last {KEPT_LOGS} stay.",
         unset="standard error",
     )
     # --- cluster ---
@@ -216,8 +214,7 @@ class Settings:
     )
     control_host: str = _told(
         CLUSTER, ValueKind(values.parse_host_port, "ADDRESS:PORT"), f"0.0.0.0:{DEFAULT_CONTROL_PORT}",
-        "Address at which other Macs reach this one. One on loopback is for agents of one machine, which use "
-        "no other then.",
+        "Address for other Macs. With one on loopback, agents of one machine use loopback alone.",
         unset=f"port {DEFAULT_CONTROL_PORT} of every address", key="control",
         names=("control_host", "control_port"),
     )
@@ -250,7 +247,7 @@ class Settings:
     fabric_networks: str = _told(
         CLUSTER, _choice("thunderbolt", "private", "any"), "any",
         "Links that may carry tensors, which MLX does not encrypt: Thunderbolt cables only, also Ethernet "
-        "between two Macs alone (private), or Wi-Fi and shared Ethernet, too (any).",
+        "between two Macs alone (private), or also Wi-Fi and shared Ethernet (any).",
         same_on_all=True,
     )
     rdma: tuple[str, ...] = _told(
@@ -260,31 +257,30 @@ class Settings:
     )
     fast_fences: bool = _told(
         CLUSTER, SWITCH, False,
-        "Much shorter waits between CPU and GPU (MLX_METAL_FAST_SYNCH=1). Can hang a GPU until its Mac is "
-        "restarted.",
+        "Much shorter waits between CPU and GPU (MLX_METAL_FAST_SYNCH=1). Can hang a GPU until its Mac "
+        "restarts.",
         same_on_all=True,
     )
     large_buffers: bool = _told(
         CLUSTER, SWITCH, False,
         "Fewer and larger command buffers on Metal, and prompts in chunks of at most 512 tokens. Owners "
-        "report 5 to 8 % more tokens a second of mixtures of experts. The Mac of rank 0 decides for its "
-        "group; `mlxtp qualify` tries it.",
+        "report 5 to 8 % more tokens a second of mixtures of experts. Rank 0's Mac decides for its group; "
+        "`mlxtp qualify` tries it.",
     )
     keep_awake: bool = _told(CLUSTER, SWITCH, True, "Prevent idle sleep of this Mac while it serves.")
     load_on_request: bool = _told(
         CLUSTER, SWITCH, False,
-        "A request that names a model on this Mac's disk loads it beside the others. If memory is short, "
-        "the least recently used model that `mlxtp serve` did not pin gives way.",
+        "A request that names a model on this Mac's disk loads it. If memory is short, the least recently "
+        "used model that is not pinned gives way.",
     )
     # --- endpoint ---
     api_keys: str = _told(
         ENDPOINT, _choice("auto", "always", "never"), "auto", "When the endpoint requires an API key.",
-        unset="auto: if other machines reach the endpoint, and on this one as soon as there is a key (`mlxtp "
-        "key create`)",
+        unset="auto: from other machines, and from this one as soon as there is a key (`mlxtp key create`)",
     )
     allowed_hosts: tuple[str, ...] = _told(
         ENDPOINT, _list(values.parse_host, "NAME", "studio.example.com"), (),
-        "A further name of this Mac, such as that of a proxy, beside its host name and addresses; * for any.",
+        "A name of this Mac besides its host name and addresses, such as a proxy's; * for any.",
     )
     allowed_origins: tuple[str, ...] = _told(
         ENDPOINT, _list(values.parse_origin, "ORIGIN", "http://localhost:3000"), (),
@@ -302,8 +298,8 @@ class Settings:
     # --- engine ---
     repeatable: bool = _told(
         TUNING, SWITCH, False,
-        "Connect three Macs or more only in ways with reproducible sums: over a JACCL ring or TCP, "
-        "not over a JACCL mesh. No measured time influences a computation.",
+        "Connect three Macs or more only in ways with reproducible sums: over a JACCL ring or TCP, not a "
+        "JACCL mesh. No measured time influences a computation.",
         same_on_all=True,
     )
     max_context: int = _told(
@@ -330,7 +326,7 @@ class Settings:
     )
     speculation: str = _told(
         TUNING, _choice("auto", "off", "lookup", "mtp", "draft"), "auto",
-        "Who proposes tokens, several of which one step then checks: a search in prompt and reply (lookup), "
+        "Source of proposed tokens, which one step then checks: a search in prompt and reply (lookup), "
         "the model's own MTP head, or --draft-model (draft).",
         unset="auto, whichever saves time by measurement, if any does", same_on_all=True,
     )

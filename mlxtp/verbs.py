@@ -163,17 +163,17 @@ class Serve(Verb, post="serve", key_scope="load", reply_s=60):
 
     model: str = option(
         "",
-        "A model folder that every Mac has, the plain name of one in a --model-folder of each, an id on the "
-        "Hugging Face Hub (OWNER/NAME), or a short name such as llama3.2:3b.",
+        "An id on the Hugging Face Hub (OWNER/NAME), a short name such as llama3.2:3b, or, if every Mac has "
+        "it, a model folder or a plain name in a --model-folder.",
     )
     nodes: str | None = _as_set(
         "nodes",
-        "How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
+        "How many Macs to spread it over; auto: the fastest number. Default: unchanged.",
         default=None,
     )
     parallel: str | None = _as_set(
         "parallel",
-        "How several Macs share it: each has a part of each layer (tensor), or whole layers (pipeline). "
+        "How several Macs share it: by parts of each layer (tensor) or by whole layers (pipeline). "
         "Default: unchanged, at first as `mlxtp node --parallel` has it.",
         default=None,
     )
@@ -192,16 +192,16 @@ class Serve(Verb, post="serve", key_scope="load", reply_s=60):
     )
     on: str | None = option(
         "--on",
-        "Macs that may serve it, by name or by the beginning of their node ids; any: all of them. Default: "
-        "unchanged, at first any.",
+        "Macs that may serve it, by name or beginning of node id; any: all of them. Default: unchanged, at "
+        "first any.",
         default=None,
         parse=parse_macs,
         metavar="NAME,NAME",
     )
     keep: str | None = option(
         "--keep-alive",
-        "How long it stays without requests, such as 10m or 2h; 0: until it has answered. Other models may "
-        "need its memory earlier, unless this is forever, the default.",
+        "How long it stays without requests, such as 10m or 2h; 0: until it has answered. It gives way "
+        "earlier if another model needs its memory, unless this is forever, the default.",
         default=None,
         parse=parse_keep,
         metavar="DURATION|forever",
@@ -223,7 +223,7 @@ class Serve(Verb, post="serve", key_scope="load", reply_s=60):
 class UnloadModel(Verb, post="unload", key_scope="load"):
     """Remove the deployment of a model, or one on its way; without a name the only one, or all."""
 
-    model: str = option("", "Name of the model. Default: the one that is deployed.", default="")
+    model: str = option("", "Name of the model. Default: the only one.", default="")
     everything: bool = option("--all", "Unload every model.", default=False)
 
 
@@ -259,7 +259,7 @@ class FilesRemoved(Verb, post="removed"):
 
 # --- members --------------------------------------------------------------------------------------------
 
-_MEMBER = "Its name, or the beginning of its node id: see `mlxtp cluster members`."
+MEMBER = "A Mac's name, or the beginning of its node id: see `mlxtp cluster members`."
 
 
 class ListMembers(Verb, get="members"):
@@ -279,7 +279,7 @@ class LetIn(Verb, post="let_in"):
 class RemoveMember(Verb, post="remove"):
     """Remove a member, present or away, and on request those that it admitted."""
 
-    node: str = option("", _MEMBER)
+    node: str = option("", MEMBER)
     with_admitted: bool = False
 
 
@@ -296,7 +296,7 @@ class LeaveCluster(Verb, post="leave"):
 class HandOver(Verb, post="authority", reply_s=30):
     """Hand the authority's key to another member, with `move` forget it here; unless `sure`, only check."""
 
-    node: str = option("", _MEMBER)
+    node: str = option("", MEMBER)
     move: bool = False
     sure: bool = option("--yes", "Do it without a question.", default=False)
 

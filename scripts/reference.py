@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from typer.main import get_command
 
+from mlxtp import verbs
 from mlxtp.cli.main import app
+from mlxtp.cli.options import AsJson, Home
+from mlxtp.cli.service import DryRun
 from mlxtp.description import CacheCapabilities
 from mlxtp.diagnostics.rows import FAULTS, MAC, ROWS
 from mlxtp.engine.families import COPIES_KV_HEADS, DIVIDE
@@ -52,9 +55,9 @@ SETTINGS_HEAD = """# Settings
 
 {generated}
 
-What `mlxtp node` runs with. A flag counts before an environment variable, that before the file, and that before
-the default. The file is `config.toml` in the home folder (`mlxtp config path` prints where); mlxtp reads it when
-it starts, and never writes it. There is none until you make one.
+`mlxtp node` takes each setting from its flag, else from its environment variable, else from `config.toml` in the
+home folder, else it has the default. You create the file, at the path that `mlxtp config path` prints; mlxtp reads it when it
+starts, and never writes it.
 
 ```toml
 # config.toml
@@ -69,17 +72,15 @@ queue = 120
 studio = "rdma_en5"
 ```
 
-Numbers and `true` or `false` stand there without quotes. An unknown key is an error, with the nearest
-that is known, or with what holds instead of a former one; a variable that begins with `MLXTP_` and means nothing is a
-warning. In a variable a list has
-commas, and a switch is `yes` or `no`; an empty one counts as not set. Each switch has two flags, such as `--alone`
-and `--no-alone`; below stands the one that changes something.
+- Numbers, `true` and `false` have no quotes. An unknown key is an error that names the nearest known one, or the replacement of a
+  former one.
+- In a variable, a list has commas, a switch is `yes` or `no`, and an empty value counts as not set. An unknown variable
+  that begins with `MLXTP_` is a warning.
+- Each switch has two flags, such as `--alone` and `--no-alone`; the tables have the flag that changes the default.
+- `mlxtp config show` prints the settings in the form of the file, with defaults as comments; `--origin` adds the source of
+  each. At the end are the values that a running agent uses instead, because of its flags or an earlier file.
 
-`mlxtp config show` prints what holds, in the form of the file: what is a default is a comment. With `--origin` each
-line says where its value comes from. What a running agent uses instead, because it was started with flags or
-before the file changed, stands at the end.
-
-**=** marks what has to be the same on all Macs of a cluster.
+**=** marks settings that must be the same on all Macs of a cluster.
 """
 
 INTRODUCTIONS: Mapping[str, str] = {
@@ -87,9 +88,8 @@ INTRODUCTIONS: Mapping[str, str] = {
     CLUSTER: "",
     ENDPOINT: "",
     TUNING: "",
-    LIMITS: """What one Mac takes at once, and how long it may take; times in seconds. They stand in the table
-`[limits]` of the file and have variables, but no flags. How often agents and ranks look after each other, and when they take
-each other for lost, is not for setting: those times only make sense together.
+    LIMITS: """Limits of one Mac, in the table `[limits]` of the file; times are in seconds. They have no flags. The times after which
+agents and ranks count as lost cannot be set, since they only make sense together.
 """,
 }
 
@@ -133,25 +133,27 @@ COMMANDS_HEAD = """# Commands
 
 {generated}
 
-`mlxtp COMMAND --help` says the same in a terminal. Words mean the same everywhere:
+`mlxtp COMMAND --help` prints the same. Everywhere:
 
-- `--home DIR` names an agent that was started with a `--home`; `MLXTP_HOME` does it for every command.
-- `--json` prints one JSON object on stdout and nothing else there (`status --watch` one a line). Where a command
-  cannot do what it was asked, that is `{{"error": {{"code": …, "message": …}}}}`; [doctor.md](doctor.md#errors) has the codes.
-- Without `--json`, what was asked for goes to stdout, and all else, such as errors and progress, to stderr.
-- A command that asks the agent says so when none runs, and how to start one; the code is `not_ready`.
+- `--home DIR` names the agent, if it was started with a `--home`; `MLXTP_HOME` does it for every command.
+- `--json` prints one JSON object on stdout and nothing else there (`status --watch` one a line). An error is
+  `{{"error": {{"code": …, "message": …}}}}`, with one of [these codes](doctor.md#errors).
+- `--dry-run` only prints what would be written and run, and needs no sudo.
+- `NODE` is a Mac's name, or the beginning of its node id: see `mlxtp cluster members`.
+- Without `--json`, the result goes to stdout; errors and progress go to stderr.
+- A command that needs a running agent says how to start one; the code is `not_ready`.
 
 | exit status | meaning |
 |---|---|
 {statuses}
-A rank process, which only agents start, has statuses of its own: [doctor.md](doctor.md#errors).
+Rank processes have [statuses of their own](doctor.md#errors).
 """
 
 STATUSES: Mapping[Exit, str] = {
-    Exit.DONE: "done; also `node`, `demo`, `chat` and `status --watch` that were ended by Ctrl-C, as they are meant to be",
-    Exit.REFUSED: "it could not be done, for a reason that was said: no agent runs, a setting is wrong, no plan is possible",
-    Exit.MISTYPED: "the command or an option was typed wrong; also of `node`, when a setting is wrong wherever it stands",
-    Exit.INTERRUPTED: "ended by Ctrl-C before it was done",
+    Exit.DONE: "done; `node`, `demo`, `chat` and `status --watch` also end with it after Ctrl-C",
+    Exit.REFUSED: "not done, for the reason printed: no agent runs, a setting is wrong, no plan is possible",
+    Exit.MISTYPED: "the command or an option is wrong; for `node`, also any wrong setting",
+    Exit.INTERRUPTED: "Ctrl-C, before it was done",
 }
 
 
@@ -161,11 +163,19 @@ SETTINGS_ARE_OPTIONS = {
 }
 
 
+#: Help of the options and arguments that commands share, and that the head of the page explains.
+SHARED = {get_args(each)[1].help for each in (Home, AsJson, DryRun)} | {verbs.MEMBER}
+
+
 def commands_page() -> str:
     """Return docs/commands.md."""
     statuses = "".join(f"| {status:d} | {STATUSES[status]} |\n" for status in Exit)
     parts = [COMMANDS_HEAD.format(generated=GENERATED, statuses=statuses)]
-    parts += [_command(words, command) for words, command in _leaves(get_command(app), "mlxtp")]
+    helps: dict[str, str] = {}
+    for words, command in _leaves(get_command(app), "mlxtp"):
+        first = helps.setdefault(command.help, words)
+        link = f"The same as [`{first}`](#{first.replace(' ', '-')}).\n"
+        parts.append(_command(words, command) if first == words else f"## {words}\n\n{link}")
     return "\n".join(parts)
 
 
@@ -186,15 +196,15 @@ def _command(words: str, command: Any) -> str:
         and each.opts != ["--help"]
         and not (words in SETTINGS_ARE_OPTIONS and each.name in BY_KEY)
     ]
-    usage = [words, *map(_argument, arguments), "[OPTIONS]" if options else ""]
+    own = [each for each in options if each.help not in SHARED]
+    shared = [f"[{_named(each)}]" for each in options if each.help in SHARED]
+    usage = [words, *map(_argument, arguments), "[OPTIONS]" if own else "", *shared]
     parts = [f"## {words}\n", f"`{' '.join(filter(None, usage))}`\n", f"{command.help.strip()}\n"]
     if words in SETTINGS_ARE_OPTIONS:
         parts.append(f"{SETTINGS_ARE_OPTIONS[words]}\n")
-    rows = [f"| `{_cell(_argument(each))}` | {_cell(each.help)} |" for each in arguments]
-    rows += [f"| `{_cell(_named(each))}` | {_cell(each.help)} |" for each in options]
-    if rows:
-        parts.append("| | |\n|---|---|\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+    rows = [f"- `{_argument(each)}`: {each.help}\n" for each in arguments if each.help not in SHARED]
+    rows += [f"- `{_named(each)}`: {each.help}\n" for each in own]
+    return "\n".join([*parts, "".join(rows)] if rows else parts)
 
 
 def _argument(argument: Any) -> str:
@@ -203,17 +213,14 @@ def _argument(argument: Any) -> str:
 
 
 def _named(option: Any) -> str:
-    metavar = "" if option.is_flag else option.metavar or ("DIR" if option.name == "home" else "TEXT")
+    usual = "DIR" if option.name == "home" else "N" if isinstance(option.default, int) else "TEXT"
+    metavar = "" if option.is_flag else option.metavar or usual
     return f"{', '.join(sorted(option.opts, key=len))} {metavar}".strip()
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 FAMILIES = ("<!-- Families, written by `make reference`. -->", "<!-- End of the families. -->")
 NAMES = ("<!-- Short names, written by `make reference`. -->", "<!-- End of the short names. -->")
-SHARED = {(True, True): "tensor, pipeline", (False, True): "pipeline", (True, False): "tensor"}
+WAYS = {(True, True): "tensor, pipeline", (False, True): "pipeline", (True, False): "tensor"}
 
 
 def models_page() -> str:
@@ -229,7 +236,7 @@ def _families() -> Iterator[str]:
     rows: dict[tuple[str, str], list[str]] = {}
     for family in known:
         for name in dict.fromkeys(_named_caches(kind).name for kind in _caches(family)) or ["not known"]:
-            rows.setdefault((name, SHARED[family in tensor, family in pipeline]), []).append(_family(family))
+            rows.setdefault((name, WAYS[family in tensor, family in pipeline]), []).append(_family(family))
     yield "| caches | shared as | families |"
     yield "|---|---|---|"
     yield from (f"| {name} | {shared} | {', '.join(rows[name, shared])} |" for name, shared in sorted(rows))

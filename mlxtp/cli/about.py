@@ -182,8 +182,8 @@ def doctor(
 ) -> None:
     """Examine this machine, its network and the other members, and print problems with their remedies.
 
-    A running agent does it; without one, this command does. Nothing is changed. The exit status is 1 when
-    there is an error, 0 with warnings.
+    A running agent does it, else this command. Nothing is changed. The exit status is 1 for an error, 0 for
+    warnings.
     """
     if postmortem:
         _show_failures(folders, home_of(home), as_json=as_json)
@@ -241,7 +241,7 @@ def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> 
 
 
 def wire() -> None:
-    """Print every message of agents and ranks, with its fields and the order in which it is legal.
+    """Print every message of agents and ranks, its fields, and the legal order of messages.
 
     It is Markdown, laid out when a terminal shows it.
     """

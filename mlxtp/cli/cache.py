@@ -28,8 +28,7 @@ Json = Mapping[str, Any]
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the caches of earlier prompts, and their use: in the memory of groups, and on this Mac's disk.
 
-    A group's owner, the Mac of its rank 0, knows about its memory. The disk is listed also while no agent
-    runs.
+    Only the Mac of a group's rank 0 knows its memory. The disk is also listed while no agent runs.
     """
     print_answer(_kept(home_of(home)), as_json, _listed)
 
@@ -38,17 +37,17 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 @options.sends(ClearCaches)
 def clear(
     verb: ClearCaches,
-    disk: Annotated[bool, typer.Option("--disk", help="Only what is on this Mac's disk.")] = False,
+    disk: Annotated[bool, typer.Option("--disk", help="Only on this Mac's disk.")] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Only what groups keep whose rank 0 is on this Mac.")
+        bool, typer.Option("--memory", help="Only in the memory of groups whose rank 0 is on this Mac.")
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the caches of earlier prompts on this Mac: those in memory and those on its disk.
+    """Drop the caches of earlier prompts on this Mac, in memory and on its disk.
 
-    Requests go on; the next turns compute their whole prompts. What is on disk can be cleared also while no
-    agent runs.
+    Requests go on; the next turns compute their whole prompts. The disk can also be cleared while no agent
+    runs.
     """
     from ..models.inspect import lasting_name
 

@@ -60,8 +60,7 @@ def chat(
     """Talk to the model that this Mac's endpoint serves. Needs no API key.
 
     Ctrl-C stops a reply; twice, it leaves. /system TEXT sets instructions, /clear forgets the conversation,
-    /save FILE writes it to a new file, /quit leaves. The arrow keys find earlier lines. Without /save nothing
-    is kept.
+    /save FILE keeps it in a new file, /quit leaves.
     """
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)

@@ -34,7 +34,7 @@ commands.add_typer(authority)
 
 @options.sends(verbs.Serve)
 def serve(verb: verbs.Serve, home: Home = None, as_json: AsJson = False) -> None:
-    """Serve a model beside the others, or change how it is served. Works on any member."""
+    """Serve a model next to the others, or change how it is served. Works on any member."""
     print_answer(AgentClient(home_of(home)).send(_lasting(verb)), as_json, _wished)
 
 
@@ -116,7 +116,7 @@ def export(
 ) -> None:
     """Print the hostfile of `mlx.launch` for the Macs that are here, to run any MLX program on them.
 
-    Ranks, addresses and RDMA devices are those that mlxtp would use. mlx.launch needs ssh to each Mac.
+    Ranks, addresses and RDMA devices are as mlxtp would choose them. mlx.launch needs ssh to each Mac.
     """
     from ..placement.planner import PlacementOptions
     from .plan import members_here

@@ -75,7 +75,7 @@ def create(
         list[str] | None,
         typer.Option(
             metavar="|".join(SCOPES),
-            help=f"What it permits: {'; '.join(f'{each}: {what}' for each, what in SCOPES.items())}. May be "
+            help=f"Permits: {'; '.join(f'{each}: {what}' for each, what in SCOPES.items())}. May be "
             f"repeated. Default: {', '.join(DEFAULT_SCOPES)}.",
             autocompletion=lambda: list(SCOPES),
         ),

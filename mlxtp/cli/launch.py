@@ -244,8 +244,8 @@ def launch(
 ) -> None:
     """Start a coding agent, such as Claude Code, that uses the model served here.
 
-    It gets variables and arguments, which are printed first. Its own files are not changed, and settings in
-    them, such as `env` in ~/.claude/settings.json, still apply.
+    Its variables and arguments are printed first. Its own files stay as they are, and their settings, such as
+    `env` in ~/.claude/settings.json, still apply.
     """
     if as_json and not print_only:
         raise typer.BadParameter("--json goes with --print")

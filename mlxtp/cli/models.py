@@ -44,7 +44,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain revision; or a short name.",
+        help="OWNER/NAME on the Hub, OWNER/NAME@REVISION, or a short name.",
         autocompletion=options.hub_model_names,
     ),
 ]

@@ -24,8 +24,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, als
 NodeHome = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for the agent's state, such as the cluster's members, and for config.toml; also "
-        "MLXTP_HOME. Only needed for several agents on one machine."
+        help="Folder for config.toml and the agent's state; needed only for several agents on one machine. "
+        "Also MLXTP_HOME."
     ),
 ]
 Join = Annotated[
@@ -33,9 +33,9 @@ Join = Annotated[
     typer.Option(
         "--join",
         metavar="[TOKEN]",
-        help="Join a cluster with a token that `mlxtp token` prints on a member. Without a token: continue "
-        "as the member this Mac already is, and never found a cluster. With -: read the token from standard "
-        "input. Also MLXTP_JOIN.",
+        help="Join a cluster with a token that `mlxtp token` prints on a member; -: read it from standard "
+        "input. Without a token: continue as the member this Mac is, and never found a cluster. Also "
+        "MLXTP_JOIN.",
         rich_help_panel=CLUSTER,
     ),
 ]

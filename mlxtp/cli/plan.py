@@ -33,15 +33,15 @@ def plan(
         list[str],
         typer.Argument(
             metavar="MODEL",
-            help="A model folder, its config.json, the plain name of one in a --model-folder, or an id on "
-            "the Hugging Face Hub, whose configuration alone is downloaded.",
+            help="A model folder, its config.json, a plain name in a --model-folder, or an id on the Hugging "
+            "Face Hub (only its configuration is downloaded).",
             autocompletion=model_names,
         ),
     ],
     machines: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
+            metavar="FILE", help="A TOML file of Macs you do not have. Default: the cluster's Macs."
         ),
     ] = None,
     spread: Annotated[
@@ -101,7 +101,7 @@ def plan(
 ) -> None:
     """Show which Macs can serve a model, how fast, and why. Nothing is started.
 
-    Of several models: which Macs each gets in a cluster that serves nothing else, and the memory of each Mac.
+    For several models: the Macs of each in a cluster that serves nothing else, and the memory of each Mac.
     """
     from ..placement.cost_model import WORKLOADS
     from ..placement.measurements import measured

@@ -109,9 +109,9 @@ def qualify(
 ) -> None:
     """Try in about ten minutes whether this cluster is sound: cables, links, exact answers, recovery, speed.
 
-    Runs on one Mac of two or more while no one else uses them. The embedded model is served for it, beside
-    the others. The table is also kept in qualify.json in the agent's home, without names and addresses. The
-    exit status is 1 when something failed.
+    Needs two Macs or more that no one else uses meanwhile. It serves the embedded model next to the others.
+    The table is also kept in the agent's home as qualify.json, without names and addresses. The exit status
+    is 1 if something failed.
     """
     folder = home_of(home)
     agent = AgentClient(folder)

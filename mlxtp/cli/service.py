@@ -72,8 +72,8 @@ def install(
         list[str] | None,
         typer.Argument(
             metavar="-- OPTIONS OF NODE",
-            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Prefer config.toml, where they "
-            "can be changed.",
+            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Prefer config.toml, which you can "
+            "change.",
             show_default=False,
         ),
     ] = None,
@@ -169,8 +169,7 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
 def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service until `mlxtp service start` or the next start of this machine.
 
-    Open requests have the seconds of `drain` in config.toml, 10 by default; `mlxtp drain` gives them all the
-    time they need.
+    Open requests have the seconds of the setting `drain`, 10 by default; `mlxtp drain` waits for all.
     """
     found, state = _installed(dry_run)
     if dry_run:
@@ -214,10 +213,7 @@ def logs(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the log of the service.
-
-    Without a service, or with --home, show that of the agent with that home.
-    """
+    """Show the service's log; without a service, or with --home, the log of the agent with that home."""
     if follow and as_json:
         raise typer.BadParameter("--json prints the last lines, and --follow runs without an end: choose one")
     found = _service_with(home)

@@ -34,10 +34,9 @@ def status(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the present state: the model, its Macs, and every member of the cluster.
+    """Show the model, its Macs, and every member of the cluster.
 
-    With --json it is one object with fields of its own; with --watch --json each line is the JSON of the
-    agent's page, with the fields that docs/operations.md names.
+    With --watch --json each line is the JSON of the agent's page, whose fields docs/operations.md names.
     """
     if watch:
         if as_json:

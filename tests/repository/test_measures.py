@@ -38,10 +38,10 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_856,
+    "": 3_852,
     "admin": 1_769,
     "api": 9_584,
-    "cli": 5_451,
+    "cli": 5_444,
     "cluster": 4_626,
     "diagnostics": 2_355,
     "discovery": 987,

@@ -1,7 +1,7 @@
-"""Memory and attempts to form over RDMA that this boot of the Mac has used up, and its restart gives back.
+"""Memory and RDMA formations that this boot of the Mac used up, until a restart frees them: `boot.json`.
 
-`boot.json` in the agent's home keeps it. A file of another boot, or one that cannot be read, counts as empty.
-`load` and `save` do not wait, so a change from one to the other loses no other change.
+An unreadable file, or another boot's, counts as empty. `load` and `save` do not await, so no change between
+them is lost.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ _UUID_BYTES = 64  #: Room for the 36 characters of `kern.bootsessionuuid`.
 
 @dataclass(frozen=True, slots=True)
 class BootRecord:
-    """`formations`: attempts by RDMA device whose rank here has not given back what it took, or still serves.
-
-    `stranded_bytes`: memory that ranks left wired when they ended.
-    """
-
-    formations: Mapping[str, int] = field(default_factory=dict)
-    stranded_bytes: int = 0
+    formations: Mapping[str, int] = field(default_factory=dict)  #: Attempts not given back, by RDMA device.
+    stranded_bytes: int = 0  #: Memory that ranks left wired when they ended.
 
 
 def load(home: Path) -> BootRecord:
@@ -59,7 +54,7 @@ def load(home: Path) -> BootRecord:
 
 
 def save(home: Path, record: BootRecord) -> None:
-    """Write the record. On a full disk it is as before, which is logged."""
+    """Write the record; on a full disk, only log that it stays as it was."""
     try:
         write_private(home / FILE, json.dumps({"boot": mac_start_id()} | asdict(record)).encode())
     except MlxtpError as error:
@@ -67,9 +62,8 @@ def save(home: Path, record: BootRecord) -> None:
 
 
 def count_formation(home: Path, bootstrap: Bootstrap, by: int = 1) -> None:
-    """Count an attempt of a rank here, about to call `init`, which takes a domain of each RDMA device.
-
-    `by` is -1 once it has given them back. If it never does, only a restart of the Mac is said to.
+    """Count that a rank here takes a domain of each RDMA device in `init`; with `by` -1, that it gave them
+    back. A restart of the Mac is said to be the only other way to get them back.
     """
     rank, size = bootstrap.rank, bootstrap.world_size
     row = bootstrap.rdma[rank * size : (rank + 1) * size]  # shorter for other backends
@@ -86,12 +80,11 @@ def count_formation(home: Path, bootstrap: Bootstrap, by: int = 1) -> None:
 
 
 def with_counts(home: Path, machine: Machine) -> Machine:
-    """Return the machine with attempts by port, a note before the last one, and its stranded memory.
-
-    MLX's figure for the GPU counts unless the user set a limit.
+    """Return the machine with formations by port, a note before the last one, stranded memory, and, unless
+    the user set a limit, MLX's figure for the GPU.
     """
     record = load(home)
-    if HERE.left is None:  # this agent has just started
+    if HERE.left is None:  # the agent just started
         HERE.left = record.stranded_bytes
     if (stranded := HERE.stranded_bytes()) != record.stranded_bytes:
         save(home, replace(record, stranded_bytes=stranded))
@@ -104,7 +97,7 @@ def with_counts(home: Path, machine: Machine) -> Machine:
 
 @cache
 def mac_start_id() -> str:
-    """Return an id that is new at each start of the machine, unlike its clock; empty if it has none."""
+    """Return an id that is new at each start of the machine; empty if it has none."""
     if sys.platform == "darwin":
         text = ctypes.create_string_buffer(_UUID_BYTES)
         size = ctypes.c_size_t(_UUID_BYTES)
@@ -121,39 +114,37 @@ def mac_start_id() -> str:
 
 GB = 10**9
 LITTLE_BYTES = GB  #: bytes that other programs wire and release meanwhile
-LOOK_S = 0.2  #: seconds from one reading to the next
-LOOKS = 25  #: readings: macOS may take some seconds after the end of a process
+LOOK_S = 0.2  #: seconds between readings
+LOOKS = 25  #: readings: macOS may take some seconds after a process ends
 
 
 def wired_bytes(system: str = sys.platform) -> int | None:
-    """Return the bytes that are wired now by any process or the kernel; None if this is not macOS."""
+    """Return the bytes wired by all processes and the kernel; None outside macOS."""
     return int(getattr(psutil.virtual_memory(), "wired", 0)) if system == "darwin" else None
 
 
 def left_bytes(before: int, after: int, held: int) -> int:
-    """Return how many of the `held` bytes are still wired; 0 if the difference may be other programs'."""
+    """Return how many of the `held` bytes are still wired; 0 if they may be other programs'."""
     left = min(after - before, held)
     return left if left > max(LITTLE_BYTES, held // 10) else 0
 
 
 class WiredMemory:
-    """Memory of this machine that ranks may wire, and that they left wired. Tests replace `look`."""
+    """Memory of this machine that ranks may wire, and that ended ranks left wired."""
 
     def __init__(self, look: Callable[[], int | None] = wired_bytes) -> None:
         self.look = look
-        self.gpu_bytes = (
-            0  #: Bytes that Metal recommends for the GPU, as a rank has reported; 0 until one has.
-        )
-        self.left: int | None = None  #: Bytes left since the machine started; None until that is known.
-        self._seen = 0  #: Bytes that were wired when `stranded_bytes` last looked, every few seconds.
-        self._floor = 0  #: Bytes that were wired without what is left; 0 if that is not known.
-        self._assumed = 0  #: Bytes of ranks that were killed in a collective, until they can be measured.
+        self.gpu_bytes = 0  #: Bytes that Metal recommends for the GPU; 0 until a rank reports them.
+        self.left: int | None = None  #: Bytes left since the machine started; None until known.
+        self._seen = 0  #: Wired bytes when `stranded_bytes` last looked, every few seconds.
+        self._floor = 0  #: Wired bytes without `left`; 0 if unknown.
+        self._assumed = 0  #: Bytes of ranks killed in a collective, until they can be measured.
         self._ranks = 0
         self._before: int | None = None
         self._held = 0
 
     def began(self) -> None:
-        """Note that a rank process has started; it holds nothing yet."""
+        """Note that a rank process started; it holds nothing yet."""
         if not self._ranks:
             self._before, self._held = self.look(), 0
         self._ranks += 1
@@ -161,8 +152,8 @@ class WiredMemory:
     async def ended(self, epoch: int, held: int, *, stuck: bool = False) -> int:
         """Note that a rank process that `held` so many bytes is gone. Return the bytes that may be stranded.
 
-        `stuck`: it was killed in a collective of JACCL, which is said to strand what it holds. While others
-        run, that is assumed, but for what came back since the last look; then only what is measured counts.
+        Killing a rank in a JACCL collective (`stuck`) is said to strand its memory. While other ranks run,
+        assume so, less what was freed since the last look. After the last rank, only measurements count.
         """
         self._ranks -= 1
         self._held += held
@@ -180,7 +171,7 @@ class WiredMemory:
         for _ in range(LOOKS):
             if not (left := left_bytes(before, self.look() or 0, held)):
                 return 0
-            if self._held != held:  # others have begun, and wire memory, too
+            if self._held != held:  # new ranks started, and wire memory, too
                 break
             await asyncio.sleep(LOOK_S)
         left_before = self.left or 0
@@ -190,7 +181,7 @@ class WiredMemory:
         return left
 
     def stranded_bytes(self) -> int:
-        """Return the bytes that only a restart gives back. Forget them once less is wired: they came back."""
+        """Return the bytes that only a restart frees. Forget them if less than that is wired now."""
         stranded, wired = (self.left or 0) + self._assumed, self.look()
         self._seen = wired or 0
         if wired is not None and wired < (self._floor + stranded // 2 if self._floor else stranded):
@@ -198,7 +189,7 @@ class WiredMemory:
         return stranded
 
     def summary(self) -> str:
-        """Return the memory that ended epochs left wired, for users; empty for none."""
+        """Describe the memory that ended epochs left wired, for users; empty for none."""
         stranded = self.stranded_bytes()
         if not stranded:
             return ""

@@ -1,4 +1,4 @@
-"""Plans of the epochs of a group that this node owns: when the next one is formed, with which ranks."""
+"""Plans for the epochs of a group that this node owns: when to form the next, and on what ranks."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
-LACK_S = 5.0  #: Seconds for which an epoch waits for a Mac that this one does not reach.
-STRIKES = 2  #: Failures in a row after which a group is left out that may yet come up.
-#: Codes of an end that reveals nothing about a group.
+LACK_S = 5.0  #: Seconds that an epoch waits for a Mac that this node cannot reach.
+STRIKES = 2  #: Failures in a row that leave out a group if their cause may pass.
+#: Codes that reveal nothing about a group.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
 _PASSING_TCP = (Code.FORM_FAILED, Code.LINK_TIMEOUT)
 
 
 class RemoteRanks:
-    """Ranks on other Macs of this node's epochs, by node id and epoch. Their agents' reports reach them."""
+    """Ranks on other Macs of this node's epochs, by node id and epoch. Passes them their agents' reports."""
 
     def __init__(self, node: ClusterNode) -> None:
         self.by_epoch: dict[tuple[str, int], RemoteRank] = {}
@@ -63,7 +63,7 @@ class RemoteRanks:
 
 
 class GroupController:
-    """Implements `lifecycle.EpochOwner`. `machines` gets what failed, for the coordinator's next plan."""
+    """Implements `lifecycle.EpochOwner`. Reports failed groups to `machines`, for the coordinator's plan."""
 
     def __init__(
         self, scope: GroupScope, machines: Machines, remote: RemoteRanks, readings: MachineReports
@@ -78,17 +78,17 @@ class GroupController:
         self._changed = asyncio.Event()
         self._seen: object = None
         self._lacked = ("", 0.0)  #: The Mac that the next epoch waits for, and since when.
-        self._loaded = ""  #: The model that served last: one that others cannot load is at fault there.
-        #: True until the first end of a group that took the place of one over JACCL which ended as it served.
+        self._loaded = ""  #: The last model that served: a group that fails to load it is at fault itself.
+        #: True until the first end of a group that replaced a group over JACCL that failed as it served.
         self._in_its_place = False
 
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next_plan(self) -> EpochPlan:
-        """Wait until an epoch is to be formed; the last one is over."""
+        """Release the last epoch, and wait for the plan of the next."""
         last = self._scope.plan
         if last is not None and last.wired.backend == "jaccl":
-            # JACCL forms even with a cable out, between any ranks.
+            # JACCL forms even with a cable out.
             await self._readings.read_machine_now(last.order.form.ranks)
         self._let_go()
         self._next = asyncio.get_running_loop().create_future()
@@ -96,17 +96,17 @@ class GroupController:
         return await self._next
 
     async def changed(self) -> None:
-        """Wait until something is different from now: members, assignment, or what is to be served."""
+        """Wait until members, the assignment or the deployment change."""
         self._let_go()
         self._changed.clear()
         self._node.changed()
         await self._changed.wait()
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
-        """Leave out the group that failed on its way up. Return whether another one may take its place.
+        """Leave out a group that failed before it served. Return True if another may take its place.
 
-        One failure is enough, except for a lost process, a forward that was slow on all ranks, or a TCP port
-        that was taken: those may pass.
+        One failure suffices, except for causes that may pass: a lost process, a forward that was slow on all
+        ranks, or a taken TCP port.
         """
         plan = self._scope.plan
         if plan is None or len(plan.order.form.ranks) == 1 or error.code in _OTHERWISE:
@@ -119,11 +119,11 @@ class GroupController:
         return self._leave_out(plan, error, how, strikes=STRIKES if passing else 1)
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
-        """Leave out a group over JACCL that ends again and again, or twice under one request.
+        """Leave out a group over JACCL that keeps failing, or fails twice during one request.
 
-        If that request ends the next group, too, it was to blame, and JACCL is no longer left out. `strikes`:
-        failures in a row under the request that would be ended for it; 0 without one. `last`: no other epoch
-        may follow. Return whether another plan takes its place, which that request may try.
+        If that request also ends the next group, blame the request, and allow JACCL again. `strikes` counts
+        failures in a row during the suspected request; 0 without one. `last`: no other epoch may follow.
+        Return True if another plan takes its place; the request may then try that.
         """
         plan = self._scope.plan
         if plan is None or not may_blame(error.code):
@@ -140,7 +140,7 @@ class GroupController:
         return self._in_its_place
 
     def _let_go(self) -> None:
-        """Broadcast that the last epoch is over: otherwise the others would keep its last report."""
+        """Broadcast that the last epoch is over, so that other nodes drop its last report."""
         plan, self._scope.plan = self._scope.plan, None
         if plan is not None:
             self._remote.release(plan.order.number)
@@ -149,14 +149,14 @@ class GroupController:
     # --- decisions -----------------------------------------------------------------------------------
 
     def situation(self, waiting_since: float | None) -> Situation:
-        """Return the part of the view that `Leadership.view` cannot know by itself."""
+        """Return the group's part of the view that `Leadership.view` completes."""
         self._notice_changes()
         form, why = self.form()
         scope, running, state = self._scope, self._scope.running(), self._supervisor.status.state
         row, plan = scope.row, scope.plan
         another = running is not None and form is not None and form != running.form
         if form is not None and another and not (wired := self._wired(form)).ranks:
-            form, why = None, wired.reason  # what runs does not end for what cannot be formed
+            form, why = None, wired.reason  # do not end a running epoch for an impossible one
         if plan is not None and running is not None and state is ServingState.READY:
             self._machines.failed.formed(plan.wired.kind, links_of(running.form.ranks, plan.wired.rdma))
             self._loaded = running.form.model
@@ -173,7 +173,7 @@ class GroupController:
         )
 
     def form(self) -> tuple[GroupForm | None, str]:
-        """Return what the next epoch is formed for, or the reason for none."""
+        """Return the next epoch's model and ranks, or the reason why there can be none."""
         scope, settings = self._scope, self._node.settings
         row, model, assigned = scope.row, scope.model, scope.assignment
         if row is None or not scope.owned:
@@ -197,7 +197,7 @@ class GroupController:
         return GroupForm(row.model, assigned.ranks, assigned.kind if ranks > 1 else ALONE, split), ""
 
     def _wired(self, form: GroupForm) -> Candidate:
-        """Return the links of the ranks as they are now, or in its reason what is missing."""
+        """Return the ranks' present links, or a candidate whose reason says what is missing."""
         options = self._machines.links_options()
         members = {each.node_id: each for each in self._machines.members() if each.node_id in form.ranks}
         if gone := [node for node in form.ranks if node not in members]:
@@ -208,12 +208,12 @@ class GroupController:
 
     @property
     def reported_by(self) -> float:
-        """Time until which its ranks may take to report whether they have the model."""
+        """Deadline for its ranks to report whether they have the model."""
         waits, ranks = self._scope.unreported.items(), self._scope.assignment.ranks
         return max((until for node_id, until in waits if node_id in ranks), default=0.0)
 
     def begin(self, order: FormEpoch) -> str:
-        """Have the supervisor form this epoch, unless it is still busy. Return why it cannot be formed."""
+        """Give the supervisor this epoch, unless it is busy. Return why it cannot be formed."""
         source = self._scope.model.source
         if self._next is None or self._next.done() or source is None:
             return ""
@@ -232,7 +232,6 @@ class GroupController:
         return ""
 
     def _group(self, order: FormEpoch, wired: Candidate) -> EpochGroup:
-        """Return the ranks of the next epoch."""
         node, form, number = self._node, order.form, order.number
         here, world, ranks = node.settings.ranks, len(form.ranks), form.ranks
         if here > 1:
@@ -276,7 +275,7 @@ class GroupController:
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
 
     def _notice_changes(self) -> None:
-        """End a failed state once a member comes or goes, or another model or place is desired."""
+        """Wake `changed` when a member appears or leaves, or the deployment or place changes."""
         statuses, assigned = self._node.membership.statuses(), self._scope.assignment
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
         now = (present, self._scope.row, assigned.ranks, assigned.kind, assigned.split)
@@ -289,9 +288,8 @@ class GroupController:
     def _leave_out(
         self, plan: EpochPlan, error: MlxtpError, how: str, *, strikes: int, served_s: float | None = None
     ) -> bool:
-        """Note that a group failed; return whether it is left out now, and was not before.
-
-        Where it was, there is no other place.
+        """Note a failed group. Return True if it is left out now and was not before: a group that forms
+        although it is left out has no other place.
         """
         wired, failed = plan.wired, self._machines.failed
         group = FailedGroup(wired.kind, links_of(wired.ranks, wired.rdma), f"it {how}: {error.detail}")
@@ -305,9 +303,8 @@ class GroupController:
         return not plan.left_out
 
     def lacks(self, node_id: str, now: float) -> None:
-        """Note the Mac, empty for none, that the next epoch waits for: after a while plans go without it.
-
-        Its link to the coordinator may stand while that to this node is gone.
+        """Note the Mac that the next epoch waits for, if any. After LACK_S, report that this node cannot
+        reach it: the coordinator may still have a link to it, and plan with it.
         """
         if self._lacked[0] != node_id:
             self._lacked = node_id, now
@@ -321,7 +318,7 @@ class GroupController:
         self._machines.tell()
 
     def _absolve(self, wired: Candidate) -> None:
-        """Note that a request which ended other groups ended this one, too: they are no longer left out."""
+        """Allow groups again that ended during a request that also ended this one."""
         for each in self._machines.failed.absolve(wired.ranks):
             names = " + ".join(map(self._node.name_of, each.nodes))
             words = "%s on %s is no longer left out: the same request ended %s, too"
@@ -330,6 +327,5 @@ class GroupController:
 
 
 def _joined(group: EpochGroup) -> str:
-    """Return in words how the ranks of an epoch work together. Several ranks may run on one Mac."""
     kind = group.kind if group.world_size == len(group.nodes) else f"{group.world_size} ranks"
     return ", ".join(filter(None, (kind, stage_words(group.split))))

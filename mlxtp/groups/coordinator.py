@@ -1,7 +1,7 @@
-"""Assignment of groups to Macs: decided by the coordinator, received by all.
+"""Assignment of groups to Macs: the coordinator decides (`cluster/place.py`), and all nodes follow.
 
-`cluster/place.py` decides. An assignment holds until a later one: losing the coordinator changes none. A new
-coordinator begins with the groups that their owners report.
+An assignment holds until a later one, even if the coordinator is lost. A new coordinator begins with the
+groups that their owners report.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from .scope import MIB, held_by
 
 log = logging.getLogger(__name__)
 
-STEADY_S = 3  #: Seconds that count for the present owner: ages are whole seconds, half a second old.
+STEADY_S = 3  #: Seconds of advantage for the present owner: reported ages are rounded and late.
 
 
 class Coordinator:
-    """This node's part in the assignment of groups. It decides while this node leads."""
+    """This node's part in the assignment of groups: decide while it leads, otherwise follow."""
 
     def __init__(self, node: ClusterNode, models: LocalModels, machines: Machines, groups: Groups) -> None:
-        self.waiting = ""  #: Reason why no group is assigned yet; empty where this node does not lead.
+        self.waiting = ""  #: Why the leading node assigns no group yet.
         self._node = node
         self._models = models
         self._machines = machines
         self._groups = groups
         self._number = 0
-        #: Owners and ids of groups that have run, as long as that owner reports them.
+        #: Owners and ids of groups that ran, while the owner reports them.
         self._ran: set[tuple[str, str]] = set()
-        #: What the last decision was made from; None after a new link, until that Mac's reports are there.
-        self._asked: object = None
-        self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
+        self._asked: object = None  #: View of the last decision; None after a new link.
+        self._unserved: dict[str, float] = {}  #: When each unpinned deployment was last served or loading.
         node.links.on_up(lambda _link: self._retract())
 
     def step(self, now: float) -> float:
-        """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
+        """Assign groups if this node leads. Return the time of the next decision, if nothing changes."""
         node, leadership = self._node, self._node.leadership
         self.waiting = ""
         reports = self._reports()
@@ -68,10 +67,9 @@ class Coordinator:
         return until
 
     def foresee(self, row: Deployment, described: DescribedModel) -> tuple[GroupAssignment, tuple[str, ...]]:
-        """Return where the first group of a deployment would run, and the deployments that would give way.
-
-        All of its files count as there. Every node has the facts that the coordinator decides by, but for
-        those that flap. Raises MlxtpError for impossible values.
+        """Return where a deployment's first group would run if all Macs had its files, and the deployments
+        that would give way. Only the coordinator knows of flapping nodes. Raises MlxtpError for impossible
+        values.
         """
         view, options = self._view(time.monotonic()), self._machines.options(row, row.name)
         shape = described.shape(row.name, self._node.settings.kv_bits)
@@ -83,7 +81,7 @@ class Coordinator:
         return first, decision.gives_way
 
     def _unreported(self, now: float) -> Wait | None:
-        """Return the wait before a deployment that runs nowhere can be assigned; None for none."""
+        """Return the wait for nodes' reports on the model of a deployment that runs nowhere, or None."""
         for row in self._node.desired.table.live():
             if any(each.deployment == row.name and each.participants for each in self._groups.reports()):
                 continue
@@ -94,7 +92,7 @@ class Coordinator:
         return None
 
     def _expire(self, now: float) -> float:
-        """Remove deployments that are unused for longer than they stay. Return the time of the next one."""
+        """Remove deployments that were unused for their `keep_s`. Return the time of the next removal."""
         reports, until = self._groups.reports(), math.inf
         rows = [row for row in self._node.desired.table.live() if left_s(row, 0.0) < math.inf]
         self._unserved = {row.name: self._unserved.get(row.name, now) for row in rows}
@@ -104,7 +102,7 @@ class Coordinator:
                 each.deployment == row.name and each.state in COMING for each in reports
             ):
                 self._unserved[row.name] = now
-            # Requests may wait for one that is not ready.
+            # Requests may wait for a deployment that is not ready.
             waits_s = max(left_s(row, 0.0), self._node.settings.limits.queue_s)
             left = waits_s - (now - self._unserved[row.name]) if unused is None else left_s(row, unused)
             if left > 0:
@@ -132,7 +130,7 @@ class Coordinator:
         self._node.links.reports.publish(GroupAssignment, *(each for each in told if each.number))
 
     def _standing(self, decided: GroupAssignment) -> GroupAssignment:
-        """Leave a group that is given up with its owner, which takes no room and may try again."""
+        """Leave a failed group that has no place with its owner: it uses no memory, and may try again."""
         before = self._groups.known(decided.group).scope.assignment
         if decided.owner:
             return decided
@@ -166,7 +164,7 @@ class Coordinator:
         held, taken = Counter[str](), Counter[str]()
         for _, serving in reports:
             held.update(held_by(serving))
-            if serving.deployment not in names:  # its ranks hold memory until they have ended
+            if serving.deployment not in names:  # its ranks hold memory until they end
                 taken.update(held_by(serving))
         members = self._machines.members(held_bytes=held.__getitem__)
         boots = frozenset(status.boot_id for status in node.membership.statuses().values())
@@ -186,7 +184,7 @@ class Coordinator:
         )
 
     def _longest_first(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
-        """Order reports by group. Of two owners of one, the one that has served it longer comes first."""
+        """Order reports by group, and owners of one group by how long they have served it."""
 
         def key(report: tuple[str, Serving]) -> tuple[str, int, str]:
             owner, serving = report
@@ -197,7 +195,7 @@ class Coordinator:
         return sorted(reports, key=key)
 
     def _reports(self) -> list[tuple[str, Serving]]:
-        """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
+        """Return the reports, with owners, of groups that have an epoch or are between two."""
         node, groups = self._node, self._groups.by_id
         told = [(node.node_id, each.scope.serving()) for each in groups.values()]
         told += node.links.reports.others(Serving)
@@ -210,14 +208,13 @@ class Coordinator:
         ]
 
     def _between(self, owner: str, serving: Serving) -> bool:
-        """Return whether a group is between two epochs of its owner."""
         group = self._groups.by_id.get(serving.group)
         if serving.participants or group is None or (owner, serving.group) not in self._ran:
             return False
         return group.scope.row is not None and group.scope.assignment.owner == owner
 
     def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
-        """Return what is known of a deployment. `lacks` has the reasons for which nodes cannot run it."""
+        """Return a deployment with its shape, and why some nodes cannot run it (`lacks`)."""
         node, here, model = self._node, self._node.node_id, self._models.of(row.model)
         name, shape = model.source.id if model.source else row.model, None
         told = node.links.reports.of(ModelStatus, row.model) | {here: model.status}
@@ -230,7 +227,7 @@ class Coordinator:
         lacks = {node_id: why for node_id, why in found.items() if why}
         try:
             options = self._machines.options(row, name)
-        except MlxtpError as error:  # of a row from a member that lies
+        except MlxtpError as error:  # a row from a member that lies
             options = self._machines.options(Deployment(row.name), name)
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
         if model.fingerprint:
@@ -244,19 +241,18 @@ class Coordinator:
     # --- assignments by others -----------------------------------------------------------------------
 
     def _retract(self) -> None:
-        """Have no assignments until the next decision: one without a Mac that has come may be wrong."""
+        """Withdraw all assignments until the next decision: they lack a new Mac's reports."""
         self._asked = None
         self._node.links.reports.publish(GroupAssignment)
 
     def _follow(self) -> None:
-        """Take in the assignments of the present coordinator."""
         claim, rounds = self._node.leadership.claim, self._node.rounds
         for row in self._node.links.reports.by(claim.node_id, GroupAssignment):
             if row.term == claim.term:
                 rounds.attempt(partial(self._take_in, row, claim), claim.node_id)
 
     def _take_in(self, row: GroupAssignment, claim: LeaderClaim) -> None:
-        """Take in an assignment. Of two of one coordinator the later one holds."""
+        """Follow an assignment, unless a later one of the same coordinator is known."""
         known, (name, _, index) = self._groups.by_id, row.group.rpartition("#")
         if row.group not in known:
             wanted = row.owner and self._node.desired.table.get(name) is not None
@@ -270,16 +266,13 @@ class Coordinator:
 
 
 def _running(serving: Serving) -> GroupReport:
-    """Return of a report what counts for places: any other number would be another view."""
+    """Return only the values that matter for places, so that the view stays equal otherwise."""
     ranks, requests = serving.participants, min(serving.open_requests, 1)
     work = serving.state in SERVES, requests, held_by(serving), serving.used, not ranks
     return GroupReport(serving.group, ranks, serving.kind, serving.split, *work)
 
 
 def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, int]:
-    """Return the order in which deployments that are not in use give way, the last one first.
-
-    Seconds without requests would differ in each view.
-    """
+    """Rank unused deployments by disuse: the highest gives way first. Seconds would change every view."""
     unused = {row.name: unused_s(reports, row.name) or 0 for row in rows if not row.pinned}
     return {name: turn for turn, name in enumerate(sorted(unused, key=unused.__getitem__), 1) if unused[name]}

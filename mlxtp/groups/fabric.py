@@ -1,4 +1,4 @@
-"""Times of a group's collectives: one measurement, the results that all members keep, and the bench."""
+"""Times of a group's collectives: a measurement, the results that all members keep, and the bench."""
 
 from __future__ import annotations
 
@@ -30,17 +30,14 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 50.0  #: Seconds that another agent may take to measure its group.
 
-#: Times collectives on all ranks: kind, bytes of each rank, how many.
-Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]
+Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]  #: Arguments: kind, bytes of each rank, rounds.
 
 
 async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences: bool) -> FabricResult:
-    """Time collectives of all sizes, small ones first. Sizes that would take too long are left out.
-
-    One of each kind is timed to find how many to run; all ranks get the same number.
-    """
+    """Time collectives of all sizes, small ones first; skip sizes that would take too long."""
 
     async def timed(kind: str, size: int) -> float:
+        # The first one shows how many to run, the same number on all ranks.
         once = (await clock(kind, size, 1)).seconds
         count = measurements.rounds(once)
         return (await clock(kind, size, count)).seconds if count > 1 else once
@@ -61,11 +58,11 @@ async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences
 # --- results ---------------------------------------------------------------------------------------------
 
 FILE = "fabric.json"
-SAVE_S = 1.0  #: Seconds between two writes: each waits for the disk, and members can send many reports.
+SAVE_S = 1.0  #: Seconds between two writes: each waits for the disk, and many reports may arrive.
 
 
 class FabricResults:
-    """All results. The file is this node's own; others get rows."""
+    """All results, in a file of this node, and in rows for other nodes."""
 
     def __init__(self, node: ClusterNode) -> None:
         self._path = node.home / FILE
@@ -85,14 +82,14 @@ class FabricResults:
         )
 
     def measured(self) -> tuple[Collective, ...]:
-        """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
+        """Return measurements with the fences that ranks use: placement prefers them to its assumptions."""
         return measurements.measured(self.results, fast_fences=self._fast_fences)
 
     def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
         return measurements.find(self.results, nodes, kind, fast_fences=self._fast_fences)
 
     def keep(self, result: FabricResult) -> None:
-        """Add a measurement. It is on the disk after SAVE_S, or a `flush`."""
+        """Add a measurement. It is on disk after SAVE_S, or a `flush`."""
         try:
             kept = measurements.merged(self.results, [measurements.check(result)])
         except ValueError as error:
@@ -116,7 +113,6 @@ class FabricResults:
 
 
 def _load(path: Path) -> tuple[FabricResult, ...]:
-    """Return the saved measurements; for an unusable file log a line and return none."""
     try:
         data = read_private(path)
         return measurements.from_text(data.decode()) if data is not None else ()
@@ -129,9 +125,9 @@ def _load(path: Path) -> tuple[FabricResult, ...]:
 
 
 class FabricBench:
-    """Measures a group of a deployment, the default one for an empty name, here or where its rank 0 is.
+    """Measures a group of a deployment, by default the first one, on the Mac of its rank 0.
 
-    `shown` returns the supervisor of that group, and raises UserError for a name that is not deployed.
+    `shown` returns the supervisor of that group. Raises UserError for an unknown name.
     """
 
     def __init__(
@@ -150,9 +146,8 @@ class FabricBench:
         node.links.on(self._received, FabricWanted)
 
     async def measure(self, deployment: str = "") -> FabricResult:
-        """Time collectives on the idle group; requests that come meanwhile must be retried.
-
-        Raises UserError when there is no such group, or it ends meanwhile.
+        """Time collectives on an idle group; clients must retry requests meanwhile. Raises UserError if there
+        is no such group, or it ends meanwhile.
         """
         gateway, shown = self._gateway, self._shown(deployment)
         status, ranks, model = shown.status, shown.status.ranks, shown.info
@@ -178,7 +173,7 @@ class FabricBench:
             self._measuring = False
 
     async def bench(self, deployment: str = "") -> FabricResult:
-        """Return a new measurement of a group that serves. Raises UserError when that fails."""
+        """Return a new measurement of a ready group. Raises UserError."""
         if self._shown(deployment).status.in_epoch:
             return await self._bench_here(deployment)
         owners = [
@@ -202,7 +197,6 @@ class FabricBench:
         return result
 
     async def _bench_at(self, node_id: str, deployment: str) -> FabricResult:
-        """Return the measurement of another agent."""
         name, wanted = self._node.name_of(node_id), FabricWanted(secrets.token_bytes(16), deployment)
         try:
             answer = await self._node.links.ask(node_id, wanted, FabricAnswer, ANSWER_S)
@@ -219,12 +213,12 @@ class FabricBench:
 
     async def _answer(self, node_id: str, wanted: FabricWanted) -> None:
         try:
-            if not self._shown(wanted.deployment).status.in_epoch:  # two agents could ping-pong for ever
+            if not self._shown(wanted.deployment).status.in_epoch:  # else two agents could ping-pong forever
                 raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
             answer = FabricAnswer(wanted.nonce, "", (await self._bench_here(wanted.deployment),))
         except MlxtpError as error:
             answer = FabricAnswer(wanted.nonce, error.detail)
-        with contextlib.suppress(MlxtpError):  # it is gone
+        with contextlib.suppress(MlxtpError):  # its link is gone
             self._node.links.send(node_id, answer)
 
     async def close(self) -> None:

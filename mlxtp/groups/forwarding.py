@@ -1,4 +1,4 @@
-"""A group while another node owns it: requests go to the owner's agent and answers come back; its state."""
+"""A group that another node owns: forwards requests to the owner's agent, and shows the reported state."""
 
 from __future__ import annotations
 
@@ -42,14 +42,12 @@ log = logging.getLogger(__name__)
 
 # --- requests link: from the agent of the client to the agent with rank 0, and back ---------------------
 
-#: Bytes that may wait for an agent that does not read. Then its link is cut.
-MAX_UNSENT_BYTES = 8 * 1024 * 1024
+MAX_UNSENT_BYTES = 8 * 1024 * 1024  #: Unread bytes after which an agent's link is cut.
 
 
 class RemoteBackend:
-    """A `RequestBackend` whose rank 0 is on another Mac. `lost` is called once, when its link ends.
-
-    `send` raises LinkError once the link has ended.
+    """A `RequestBackend` whose rank 0 is on another Mac. Calls `lost` once, when its link ends; `send` then
+    raises LinkError.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class RemoteBackend:
         self._background = Background(self._failed)
 
     async def greet(self) -> RemoteBackend:
-        """Greet the other end, and read from then on. Raises LinkError or ProtocolError."""
+        """Greet the other end, then keep reading. Raises LinkError or ProtocolError."""
         await self._connection.receive()  # its Hello; anything else is out of order
         self._connection.send(Welcome(PROTOCOL_VERSION, b""))
         self._background.start(self._read_all(), "reading a requests link")
@@ -108,12 +106,12 @@ class RemoteBackend:
 async def serve_requests(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gateway: Gateway
 ) -> None:
-    """Serve the other end: give its requests to the gateway until the link ends, then cancel them all."""
+    """Give the other end's requests to the gateway until the link ends, then cancel them all."""
     connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.LOWER, 0))
     cancels: dict[int, Callable[[], None]] = {}
 
     def tell(message: Message) -> None:
-        """Send a message. Never fails: the reader below notices a link that is gone or full."""
+        """Send without failing: the reader below notices a link that is gone or full."""
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
             writer.transport.abort()
             return
@@ -140,7 +138,7 @@ async def serve_requests(
     except MlxtpError as error:
         log.debug("a requests link ended: %s", error.detail)
     finally:
-        connection.close()  # first: a request that is cut off must not look like a cancelled one
+        connection.close()  # first: an interrupted request must not look cancelled
         for cancel in list(cancels.values()):
             cancel()
 
@@ -163,14 +161,13 @@ class ForwardingBackend:
         self._served: tuple[str, int, str, int] | None = None
         self._ready = False  #: True once it is served.
         self._backend: RemoteBackend | None = None
-        #: The node that the requests link leads to. The link outlives that node's epochs.
-        self._backend_at = ""
+        self._backend_at = ""  #: Peer of the requests link, which outlives that node's epochs.
         self._background = Background(self._failed)
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
 
     def follow(self) -> None:
-        """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
+        """Follow a group that serves elsewhere, unless this node has an epoch."""
         scope, status = self._scope, self._supervisor.status
         if status.in_epoch:
             self._leave()
@@ -201,7 +198,7 @@ class ForwardingBackend:
         status.follow(state, serving.epoch, reason, group)
 
     def _state_here(self, serving: Serving) -> tuple[ServingState, str]:
-        """Return the state of the group for this node, which needs the model's files, and the reason."""
+        """Return the group's state at this node, which needs the model's files, and the reason."""
         row, model = self._scope.row, self._scope.model
         state = ServingState(serving.state)
         if state in (ServingState.STARTING, ServingState.STOPPED):
@@ -227,7 +224,7 @@ class ForwardingBackend:
             log.warning("cannot send requests to %s; trying again: %s", self._node.name_of(node_id), error)
             self._retry_later()
             return
-        if supervisor.status.in_epoch:  # an epoch began while this link was being opened
+        if supervisor.status.in_epoch:  # an epoch began meanwhile
             self._leave()
             return
         assert self._backend is not None
@@ -237,7 +234,7 @@ class ForwardingBackend:
         self._node.changed()
 
     def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
-        """Retry after a bug, so that this node never waits for ever without a log line."""
+        """Log a bug, and retry."""
         log.error("cannot send requests to the agent with rank 0; trying again", exc_info=error)
         if opening is self._opening:
             self._retry_later()
@@ -247,9 +244,8 @@ class ForwardingBackend:
         self._served = None
 
     async def _reach(self, node_id: str) -> None:
-        """Open the requests link, to the control link's address and the port that the node reported.
-
-        Raises MlxtpError, TimeoutError or OSError.
+        """Open the requests link, to the control link's address and the node's reported port. Raises
+        MlxtpError, TimeoutError or OSError.
         """
         node, gateway = self._node, self._supervisor.gateway
         if (link := node.links.to(node_id)) is None:
@@ -275,12 +271,12 @@ class ForwardingBackend:
         self._node.changed()
 
     def _drop(self, why: str) -> None:
-        """End the link because that node no longer answers. Requests open on it wait for another group."""
+        """End the link: that node no longer serves. Its open requests wait for another group."""
         if self._leave():
             self._supervisor.gateway.park(self._supervisor.group, GroupError(why, Code.NOT_READY))
 
     def _leave(self) -> bool:
-        """End the link without an event for the gateway. Return whether there was one."""
+        """End the link without an event for the gateway. Return whether there was a link."""
         self._forget()
         backend, self._backend, self._backend_at = self._backend, None, ""
         if backend is not None:
@@ -288,7 +284,7 @@ class ForwardingBackend:
         return backend is not None
 
     def _rest(self) -> None:
-        """Take no new requests for now. Open ones belong to the other agent until it reports otherwise."""
+        """Take no new requests for now. Open ones stay with the other agent until it reports otherwise."""
         self._forget()
         self._supervisor.gateway.detach(self._supervisor.group)
 
@@ -306,10 +302,8 @@ class ForwardingBackend:
 
 
 def followed(servings: Mapping[str, Serving], owner: str) -> str | None:
-    """Return the node whose report of a group counts, of those that report it; None for none.
-
-    That is the `owner` to which it is assigned if that has an epoch, else a node that is ready. Else it is
-    the owner, whose report has the reason.
+    """Return the node to follow for a group: its assigned `owner` if that has an epoch, else a ready node,
+    else the owner, whose report has the reason; None if no node reports the group.
     """
     ready = [node_id for node_id, each in servings.items() if each.state == ServingState.READY]
     if owner in servings and (servings[owner].participants or not ready):

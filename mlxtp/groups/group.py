@@ -1,4 +1,4 @@
-"""Parts of one group, which act on its `scope`, and the decision about it in each round of the node."""
+"""One group: its parts, which act on its `scope`, and its decision in each round of the node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SharedParts:
 
 
 class Group:
-    """A group that this agent owns, or follows where another agent owns it. `start` begins its epochs."""
+    """A group that this agent owns, or follows if another agent owns it. `start` begins its epochs."""
 
     def __init__(self, name: str, shared: SharedParts) -> None:
         self.node = node = shared.node
@@ -53,22 +53,20 @@ class Group:
         self.scope = GroupScope(name, node, shared.models, self.supervisor)
         self.controller = GroupController(self.scope, shared.machines, shared.remote, shared.readings)
         self.forwarding = ForwardingBackend(self.scope, shared.credentials)
-        #: Reason why there can be no epoch, even after waiting; empty while there may be one.
-        self.unplanned = ""
+        self.unplanned = ""  #: Why there can be no epoch, even after waiting; empty while there may be one.
         self._background = shared.background
         self._waiting_since: float | None = None
-        #: Last reason that was logged, without digits: changes of memory do not repeat the line.
-        self._logged = ""
+        self._logged = ""  #: Last logged reason, without digits: changes of memory do not repeat it.
         self._announced = (0, False)
         self._running: asyncio.Task[None] | None = None
-        self._kv_mib = 0  #: The bound that was applied last.
+        self._kv_mib = 0  #: The last applied limit.
 
     def start(self) -> None:
         self._running = self._background.start(self.supervisor.run(self.controller), self.scope.group)
 
     @property
     def over(self) -> bool:
-        """True while no Mac is to run it, nor does, and its deployment has enough groups without it."""
+        """True once no Mac runs it or is assigned to, and its deployment has enough other groups."""
         scope, row = self.scope, self.scope.row
         wanted = row is not None and scope.index < self.node.replica.shown_groups(row)
         assigned = row is not None and scope.assignment.owner
@@ -83,13 +81,13 @@ class Group:
 
     @property
     def waiting(self) -> str:
-        """Reason why the group has no epoch yet, for users; empty where there is none."""
+        """Reason why the group has no epoch yet, for users; may be empty."""
         return self.scope.waiting if self.scope.assignment.owner else self.scope.why_not
 
     # --- decisions -----------------------------------------------------------------------------------
 
     def decide(self, now: float) -> float:
-        """Decide and act. Return the time of the next decision, if nothing changes before."""
+        """Decide and act. Return the time of the next decision, if nothing changes."""
         node, scope, supervisor = self.node, self.scope, self.supervisor
         situation = self.controller.situation(self._waiting_since)
         view = node.leadership.view(node.membership, situation, now)
@@ -105,7 +103,7 @@ class Group:
         self._act(action)
         leaving = " and ".join(map(node.name_of, drained_by(view)))
         supervisor.status.drain(f"{leaving} is about to stop, and the group needs it" if leaving else "")
-        if leaving and not isinstance(action, StopEpoch):  # requests wait for a group in its place
+        if leaving and not isinstance(action, StopEpoch):  # requests wait for its successor
             supervisor.gateway.detach(scope.group)
         self.forwarding.follow()
         self._announce()
@@ -114,15 +112,14 @@ class Group:
 
     @property
     def _idle(self) -> bool:
-        """True while only a change, which begins a round, calls for a decision: no member can fall silent.
-
-        It is false while an epoch waits for requests to end, as their end begins no round.
+        """True if `decide` need not run until a change starts a round: there is no other member to fall
+        silent, and no wait for requests, whose end starts no round.
         """
         settled = self.supervisor.status.state in (ServingState.READY, ServingState.IDLE)
         return self.node.alone and settled and not self.unplanned and self._waiting_since is None
 
     def _note(self, wait: Wait | None, situation: Situation, now: float) -> None:
-        """Keep what a decision says about the wait for an epoch, or for requests."""
+        """Record the decision's wait for an epoch or for requests."""
         since = now if self._waiting_since is None else self._waiting_since
         self._waiting_since = since if wait is not None and wait.for_requests else None
         scope, model = self.scope, self.scope.model
@@ -144,7 +141,7 @@ class Group:
                 self.supervisor.end_epoch(GroupError(reason, Code.REPLANNED), lost)
 
     def _bound_caches(self) -> None:
-        """Apply the assigned bound of KV caches, in the background; each later load keeps to it, too."""
+        """Apply the assigned limit of KV caches in the background, also to later loads."""
         bound = self.scope.assignment.kv_mib
         if self.scope.owned and bound != self._kv_mib:
             self._kv_mib = bound
@@ -152,7 +149,7 @@ class Group:
             self._background.start(limiting, f"the bound of KV caches of {self.scope.group}")
 
     def _log_reason(self) -> None:
-        """Log each reason for not serving once. A model that is not here has had its own line."""
+        """Log each reason for not serving once; missing models are logged elsewhere."""
         found = re.sub(r"\d+", "", self.unplanned)
         if self.supervisor.status.in_epoch:
             self._logged = ""
@@ -161,7 +158,7 @@ class Group:
             log.warning("%s is not served: %s", self.scope.model.name, self.unplanned)
 
     def _announce(self) -> None:
-        """Log one line for each time that the group becomes ready here."""
+        """Log each time that the group becomes ready here."""
         status = self.supervisor.status
         ready = (status.epoch, status.state is ServingState.READY)
         if ready != self._announced and ready[1]:

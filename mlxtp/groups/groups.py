@@ -1,4 +1,4 @@
-"""All groups that an agent knows; `OtherOwners`, whose ranks run here, and `Drain`, the end of everything."""
+"""All groups that an agent knows, orders of other owners (`OtherOwners`), and the agent's orderly end."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ ABOUT_TO_STOP = "this Mac is about to stop"
 
 
 class Groups:
-    """Groups by id, as `make` returns them. The one of the empty id is shown while there is no other."""
+    """Groups by id, made by `make`. The group with the empty id is shown while there is no other."""
 
     def __init__(
         self, node: ClusterNode, gateway: Gateway, hosted: HostedRanks, make: Callable[[str], Group]
     ) -> None:
         self.by_id: dict[str, Group] = {}
-        #: Epochs of groups that are over, each with the group's id, the newest last.
+        #: Epochs of forgotten groups, with the group's id, the newest last.
         self.past: deque[tuple[str, EpochStory]] = deque(maxlen=MOST)
-        self.recoveries = RecoveryMetrics()  #: Of all groups that this agent owned.
+        self.recoveries = RecoveryMetrics()  #: For all groups that this agent owned.
         self._node = node
         self._gateway = gateway
         self._hosted = hosted
@@ -69,7 +69,7 @@ class Groups:
 
     @property
     def shown(self) -> Group:
-        """The group that stands for this agent: one of the first deployment that serves, if there is one."""
+        """The group that stands for this agent: the first deployment's `best`."""
         for row in self._node.desired.table.live():
             if groups := self.replicas_of(row.name):
                 return best(groups)
@@ -88,14 +88,12 @@ class Groups:
 
     @property
     def in_epoch(self) -> bool:
-        """True while this agent owns ranks, is about to, or still ends them."""
         return any(each.supervisor.status.in_epoch for each in self.by_id.values())
 
     @property
     def may_leave(self) -> bool:
-        """True once the others can do without this node, which is about to stop.
-
-        The requests of its own clients are not considered. A group that can go on elsewhere has to do so.
+        """True once other nodes can do without this node, which is about to stop: every group that can move
+        has moved. Ignores requests of this node's own clients.
         """
         here = self._node.node_id
         owned = [each for each in self.by_id.values() if each.supervisor.status.in_epoch]
@@ -111,7 +109,7 @@ class Groups:
         self.sync()
 
     def sync(self) -> None:
-        """Know the groups of all deployments, and forget those that are over."""
+        """Add the groups of all deployments, and forget groups that are over."""
         for row in self._node.desired.table.live():
             for index in range(self._node.replica.shown_groups(row)):
                 self.known(f"{row.name}#{index}")
@@ -121,13 +119,13 @@ class Groups:
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
             history = over.supervisor.status.history
-            history.ended(time.monotonic())  # the reports of one elsewhere may just have ceased
+            history.ended(time.monotonic())  # reports of a group elsewhere just cease
             self.past.extend((name, each) for each in reversed(history.stories))
             self._background.start(over.close(), f"the end of group {name}")
         self._gateway.deployments.keep(self.by_id, {each.scope.deployment for each in self.by_id.values()})
 
     def known(self, name: str) -> Group:
-        """Return the group of an id, which need not run anywhere."""
+        """Return the group of an id; make it if necessary."""
         if (group := self.by_id.get(name)) is None:
             group = self.by_id[name] = self._made(name)
             if self._live:
@@ -140,7 +138,7 @@ class Groups:
         return group
 
     def decide(self, now: float) -> float:
-        """Decide about each group, and act. Return the time of the next decision, if nothing changes."""
+        """Decide and act for each group. Return the time of the next decision, if nothing changes."""
         self._others.end_lost()
         if self._closing:
             return math.inf
@@ -156,7 +154,7 @@ class Groups:
         return until
 
     def woke(self, slept_s: float) -> None:
-        """End what the others have given up while this Mac slept. Links report that only later."""
+        """End what other nodes gave up while this Mac slept, before links report it."""
         for group in self.by_id.values():
             group.supervisor.woke(slept_s)
         self._hosted.clear(f"{self._node.name} slept for {slept_s:.0f} s")
@@ -165,7 +163,7 @@ class Groups:
         self._node.changed()
 
     async def close(self) -> None:
-        """End all groups in order, and refuse requests that wait for one. From now on none begins."""
+        """End all groups in order, and refuse waiting requests. No group starts after this."""
         self._live, self._closing = False, True
         self._gateway.closing = ABOUT_TO_STOP
         self._node.changed()
@@ -200,7 +198,7 @@ class Groups:
 
 
 def best(groups: Sequence[Group]) -> Group:
-    """Return the group that stands for all of a deployment: one that serves, if there is one."""
+    """Return the group that stands for a deployment: a serving group, if there is one."""
 
     def place(group: Group) -> tuple[bool, bool, int]:
         status = group.supervisor.status
@@ -210,10 +208,7 @@ def best(groups: Sequence[Group]) -> Group:
 
 
 def group_of(groups: Groups, deployment: str) -> Group:
-    """Return the group that stands for a deployment; without a name, for this agent.
-
-    Raises UserError if it is not deployed.
-    """
+    """Return the `best` group of a deployment, by default of the first. Raises UserError if not deployed."""
     if not deployment:
         return groups.shown
     if not (found := groups.replicas_of(deployment)):
@@ -222,16 +217,13 @@ def group_of(groups: Groups, deployment: str) -> Group:
 
 
 def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
-    """Return the seconds since the last request for a deployment; 0 while one is open.
-
-    None while no group of it is ready.
-    """
+    """Return the seconds since a deployment's last request; 0 while one is open, None if no group serves."""
     found = (each for each in reports if each.deployment == deployment)
     return min((each.idle_s for each in found if each.state in SERVES), default=None)
 
 
 def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
-    """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
+    """Return the name of a Mac that runs a rank of a ready group and is short of memory, or empty."""
     groups = [each.participants for each in reports if each.state == ServingState.READY]
     told = dict(node.links.reports.others(MemoryShortage))
     short = [node_id for nodes in groups for node_id in nodes if node_id in told]
@@ -242,7 +234,7 @@ def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
 
 
 class OtherOwners:
-    """Takes in what owners of groups on other Macs send. `groups` are those that this agent knows."""
+    """Receiver of orders and reports from owners of groups on other Macs."""
 
     def __init__(self, node: ClusterNode, hosted: HostedRanks, groups: Groups) -> None:
         self._node = node
@@ -252,7 +244,7 @@ class OtherOwners:
         node.links.reports.on(self._serving, Serving)
 
     def end_lost(self) -> None:
-        """End the ranks here whose owner is gone, or was restarted."""
+        """End ranks whose owner is gone or was restarted."""
         for rank in self._hosted.ranks:
             how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
             if how is not None:
@@ -260,7 +252,7 @@ class OtherOwners:
                 self._hosted.clear(why, partial(is_, rank))
 
     def may_leave(self) -> bool:
-        """Return True when no owner needs this node any longer, which is about to stop."""
+        """Return True if no owner needs this node any longer."""
         table = self._node.links.reports
         reports = [table.of(Serving, rank.order.group).get(rank.host) for rank in self._hosted.ranks]
         return all(
@@ -272,7 +264,7 @@ class OtherOwners:
         self._hosted.serves(node_id, serving.group, serving.epoch)
 
     def _end_elsewhere(self, owner: str, name: str, why: str) -> None:
-        """End ranks of a group that another node, or this one, owned before: it has this owner now."""
+        """End the ranks here of a group's earlier owners, this node among them."""
         self._hosted.clear(why, lambda rank: rank.order.group == name and rank.host != owner)
         if (group := self._groups.by_id.get(name)) is not None:
             group.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
@@ -282,14 +274,14 @@ class OtherOwners:
         group = self._groups.by_id.get(order.group)
         forms = f"{node.name_of(node_id)} forms epoch {order.epoch}"
         assignee = group.scope.assignment.owner if group is not None else ""
-        if not node.membership.status_of(assignee).present:  # the next assignment is still on its way here
+        if not node.membership.status_of(assignee).present:  # the next assignment is still on its way
             assignee = ""
         no = refusal(node_id, order.epoch, assignee, self._hosted.last_epoch(node_id))
         if no is None and node.node_id in node.leadership.draining:
             no = f"{node.name} is about to stop"
         if no is None and group is not None and group.supervisor.status.in_epoch:
             no = f"{node.name} still ends an epoch of its own"
-            # The coordinator assigned the group to another owner. Its order holds, or neither would give in.
+            # The coordinator assigned the group to another owner. One of the two has to give in.
             self._end_elsewhere(node_id, order.group, forms)
         if no is not None:
             with contextlib.suppress(MlxtpError):
@@ -303,14 +295,13 @@ class OtherOwners:
 # --- orderly end ----------------------------------------------------------------------------------------
 
 
-LOOK_S = 0.1  #: Seconds between checks for open requests of a drain.
-NEWS_S = 1.0  #: Seconds after which a client that watches a drain gets a reply even without news.
+LOOK_S = 0.1  #: Seconds between a drain's checks for open requests.
+NEWS_S = 1.0  #: Seconds after which a client that watches a drain gets a reply without news.
 
 
 class Drain:
-    """Orderly end of one agent: it takes no new requests, finishes those it has, and leaves when it can.
-
-    `over` is set once it may end, or has to.
+    """Orderly end of an agent: take no new requests, finish open ones, and set `over` once it may leave, or
+    must.
     """
 
     def __init__(
@@ -331,11 +322,11 @@ class Drain:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that open requests may still take; None for as long as they need."""
+        """Seconds that open requests may still take; None for no limit."""
         return None if self._until is None else max(self._until - self._clock(), 0.0)
 
     def start(self, within_s: float | None = None) -> None:
-        """Take no new requests, and end within this time even with open ones. The earliest time holds."""
+        """Start to drain, for at most `within_s` seconds; of several calls, the earliest deadline holds."""
         if within_s is not None:
             until = self._clock() + within_s
             self._until = until if self._until is None else min(until, self._until)
@@ -371,7 +362,7 @@ class Drain:
         self._news = asyncio.Event()
 
     async def drain_progress(self) -> Json:
-        """Return the open requests once they changed, or after NEWS_S."""
+        """Return `now` once open requests change, or after NEWS_S."""
         if not self.over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(NEWS_S):

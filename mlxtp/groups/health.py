@@ -1,6 +1,6 @@
-"""An agent's decisions about epochs. Pure: time comes in as an argument.
+"""An agent's decisions about epochs, without I/O or clock.
 
-An epoch is one group of rank processes, from spawn to the last of them gone.
+An epoch is one set of rank processes, from the first spawn to the last exit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..wire.messages import MAX_ROUNDS, Gathered, Pong, SideChannel
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
 FAILURE_WINDOW_S = 120.0
-RING_BACKOFF = Backoff(0.5, 30.0)  #: Pauses after epochs that a stranger at a ring port may have ended.
+RING_BACKOFF = Backoff(0.5, 30.0)  #: Pauses after epochs that a stranger on a ring port may have ended.
 
 
 class ServingState(StrEnum):
@@ -47,11 +47,10 @@ class ServingState(StrEnum):
 
 _S = ServingState
 
-#: States of a group whose ranks serve requests, or finish the last ones.
-SERVES = (_S.READY, _S.DRAINING)
+SERVES = (_S.READY, _S.DRAINING)  #: Ranks serve requests, or finish the last ones.
 
-#: Legal successors of each state of an agent's own epochs; to stay is always legal. Two states are only
-#: shown, while this agent has no epoch: FORMING of a group on other Macs that is STARTING, and IDLE.
+#: Legal successors of each state of an agent's own epochs, besides itself. IDLE, and FORMING for a group that
+#: is STARTING on other Macs, are only shown while this agent has no epoch.
 TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
     _S.STARTING: frozenset((_S.LOADING, _S.RESTARTING, _S.STOPPED)),
     _S.LOADING: frozenset((_S.READY, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
@@ -69,27 +68,25 @@ def is_legal(before: ServingState, after: ServingState) -> bool:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Pauses after failed epochs. The fifth within 120 s is the last.
-
-    So is the fifth in a row that never became ready, however long they took. Those that ended `at_ring` do
-    not count.
+    """Pauses after failed epochs. The fifth within 120 s, or in a row without becoming ready, is the last.
+    Epochs that ended `at_ring` do not count.
     """
 
     failures: list[float] = field(default_factory=list)
     unready: int = 0
     at_ring: int = 0
-    jaccl: bool = False  #: True where the last epoch that counts had served over JACCL.
+    jaccl: bool = False  #: The last epoch that counts had served over JACCL.
 
     def delay_s(
         self, now: float, error: MlxtpError, ready: bool, *, at_ring: bool = False, jaccl: bool = False
     ) -> float | None:
-        """Return the seconds until the next epoch, after one that failed at `now`; None to give up.
+        """Return the seconds from an epoch's failure at `now` to the next epoch; None to give up.
 
-        `ready`: that one had become ready. `at_ring`: it ended while MLX's ring formed or proved itself. MLX
-        takes any connection to a ring port for the neighbour's, so a stranger who keeps coming costs epochs.
+        `ready`: it had become ready. `at_ring`: it ended while MLX's ring formed or proved itself. MLX takes
+        any connection to a ring port for its neighbor's, so a stranger who keeps connecting costs epochs.
         """
         if of_the_model(error) or error.code is Code.CONFIG:
-            return None  # the next time would be no better
+            return None  # another try would also fail
         if at_ring and error.code in _OF_STRANGERS:
             self.at_ring += 1
             return RING_BACKOFF.after(self.at_ring - 1)
@@ -103,9 +100,8 @@ class RestartPolicy:
         return sum(now - at < FAILURE_WINDOW_S for at in self.failures) >= MAX_FAILURES - 1
 
     def replaced(self) -> float:
-        """Return the seconds until another plan takes the place of one over JACCL that ended as it served.
-
-        That end does not count, and the row begins again.
+        """Return the seconds until another plan replaces a failed one. If that had served over JACCL, its
+        failure does not count.
         """
         if self.jaccl:
             self.failures.pop()
@@ -124,9 +120,8 @@ def of_the_model(error: MlxtpError) -> bool:
 
 
 def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
-    """Return the cause among the consequences. Among equals the first report counts.
-
-    A rank's report about itself counts most, then the end of its process, then reports that others lost it.
+    """Return the cause among the consequences: a rank's report about itself before the end of its process,
+    before other ranks' reports that they lost it; among equals the first.
     """
 
     def distance(report: FailureReport) -> int:
@@ -137,7 +132,7 @@ def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
 
 
 def with_name(detail: str, names: Sequence[str]) -> str:
-    """Prefix a detail with the name of the Mac whose rank it begins with; `names` are by rank."""
+    """Prefix a detail that begins with a rank with its Mac's name; `names` are by rank."""
     rank = rank_in(detail)
     name = names[rank] if rank is not None and rank < len(names) else ""
     named = not name or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", detail)
@@ -149,14 +144,14 @@ def rank_in(detail: str) -> int | None:
     return int(match[1]) if match else None
 
 
-_ALARM = 14  #: SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run.
+_ALARM = 14  #: SIGALRM: the rank's own limit for forming the group; it works while MLX blocks Python.
 _CRASHES = (10, 11)  #: SIGBUS on macOS, and SIGSEGV.
 
 
 def exit_report(rank: int, status: int, code: Code | None, words: str = "", phase: str = "") -> FailureReport:
-    """Return the report of a rank's exit status; a negative one is a signal, as in `subprocess`.
+    """Return the report of a rank's exit status; a negative status is a signal, as in `subprocess`.
 
-    `words` are the rank's own last record before it ended with `code`. `phase` is that of its last heartbeat.
+    `words` is the rank's last record before it ended with `code`, and `phase` its last known phase.
     """
     if status == -_ALARM:
         code, words = Code.FORM_FAILED, f"rank {rank} did not form the group in time"
@@ -175,7 +170,7 @@ def exit_report(rank: int, status: int, code: Code | None, words: str = "", phas
 
 
 class RankHealth:
-    """Judges the ranks of one epoch by their Pongs. Silence and being stuck are two things."""
+    """Judges the ranks of one epoch by their Pongs: silent, or stuck in a phase."""
 
     def __init__(self, ranks: int, limits: Limits, now: float) -> None:
         self._limits = limits
@@ -183,11 +178,11 @@ class RankHealth:
         self._last_tick = now
         self._lag_until = now
         self.pongs: dict[int, Pong] = {}
-        #: First forwards may have kernels compiled: a forward may then take as long as warming up may.
+        #: First forwards may compile kernels: each may then take as long as warming up may.
         self.warming_up = False
 
     def received_pong(self, rank: int, pong: Pong, now: float) -> None:
-        """Take in a Pong. A forward that ended on rank 0 shows that all ranks live: each took part."""
+        """Take in a Pong. A new forward of rank 0 shows that all ranks live: each took part."""
         before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now
         if rank == 0 and before is not None and pong.stats.forwards > before.stats.forwards:
@@ -196,13 +191,12 @@ class RankHealth:
     def tick(self, now: float) -> GroupError | None:
         """Call at every heartbeat. Return an error for the first rank that is silent or stuck for too long.
 
-        Time by which the caller was late counts against no rank, and for a while they may be stuck twice as
-        long.
+        If this call is late, the delay counts against no rank, and limits for stuck ranks double for a while.
         """
         lag_s = now - self._last_tick - self._limits.heartbeat_s
         if lag_s > self._limits.heartbeat_s:
             self._lag_until = now + 2 * self._limits.silence_s
-            # Messages that came while we stood still are not read yet: that time is ours, not theirs.
+            # This process stood still, and has not read the messages that arrived meanwhile.
             self._heard = {rank: heard + lag_s for rank, heard in self._heard.items()}
         self._last_tick = now
         factor = 2.0 if now < self._lag_until else 1.0
@@ -215,7 +209,7 @@ class RankHealth:
         return None
 
     def _stuck(self, factor: float) -> GroupError | None:
-        # Ranks wait for each other: as long as one of them gets on in a phase, the group does.
+        # Ranks wait for each other: while one of them progresses in a phase, the group does.
         for phase, limit_s in stall_limits_s(self._limits).items():
             there = [pong for pong in self.pongs.values() if pong.phase == phase]
             stood_s = min((pong.phase_s for pong in there), default=0.0)
@@ -233,7 +227,7 @@ class RankHealth:
         return None
 
     def _who_is_behind(self) -> str:
-        # Forwards that began count before those that ended: others wait for a rank that has not begun theirs.
+        # Started forwards count first: other ranks wait for a rank that has not started the same forward.
         places = {
             rank: (pong.stats.forwards + pong.in_flight, pong.step) for rank, pong in self.pongs.items()
         }
@@ -242,13 +236,12 @@ class RankHealth:
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 
-#: Factor on the rank's expected time of a forward, allowed on top of its phase's limit. What it allows never
-#: exceeds the time that kernels may take to compile.
+#: Factor on the expected time of a forward, which extends a phase's limit by at most `warm_up_s`.
 EXPECTED = {"prefill": 4, "decode": 20}
 
 
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:
-    """Return the longest time without progress in each phase but idling, for instant forwards."""
+    """Return the longest time without progress in each phase, for instant forwards. Idling has no limit."""
     return {
         "forming": limits.form_s,
         "proving": limits.proof_s,
@@ -265,15 +258,14 @@ RoundReplies = list[tuple[int, Gathered]]  #: Replies, each with its rank.
 
 
 class SideChannelHub:
-    """Collects the bytes of one round of JACCL's side channel from every rank, and replies to all of them.
+    """Collects every rank's bytes in a round of JACCL's side channel, and replies to all ranks.
 
-    Rounds are numbered from 1, and every rank takes part in each with equally many bytes. No one knows how
-    many there are. The first error ends them: each rank that has sent anything gets the reason once, and any
-    other one as soon as it sends.
+    Rounds are numbered from 1. Every rank takes part in each, with equally many bytes, and their number is
+    unknown. The first error ends them: every rank that sent or will send bytes gets the reason once.
     """
 
-    #: Seconds from a round's first bytes to its last. Shorter than the wait of a rank (Bootstrap.round_s), so
-    #: that ranks' reports name the missing rank.
+    #: Seconds from a round's first bytes to its last: shorter than Bootstrap.round_s, so that the missing
+    #: rank is named before other ranks give up.
     ROUND_S = 10.0
 
     def __init__(self, world_size: int) -> None:
@@ -282,10 +274,10 @@ class SideChannelHub:
         self._parts: dict[int, bytes] = {}
         self._seen: set[int] = set()
         self._replied: set[int] = set()
-        self.error = ""  #: Reason why no round will follow; empty as long as one may.
+        self.error = ""  #: Why no other round may follow.
 
     def receive(self, rank: int, message: SideChannel) -> RoundReplies:
-        """Take in a rank's part of a round, and return what to send to which ranks."""
+        """Take in a rank's part of a round, and return the replies to send."""
         self._seen.add(rank)
         if self.error:
             return self._reply()
@@ -301,7 +293,7 @@ class SideChannelHub:
 
     @property
     def has_begun(self) -> bool:
-        """True once the first rank has come to a round. If it is not over after ROUND_S, call `late`."""
+        """True at the first part of a round. If it is not complete after ROUND_S, call `late`."""
         return len(self._parts) == 1
 
     def late(self) -> RoundReplies:

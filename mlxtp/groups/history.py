@@ -1,7 +1,7 @@
 """Past epochs of this agent: their stages and ends, and the time from a failure to the next that serves.
 
-This agent notes each step of the epochs that it forms. Of those on other Macs it has only their reports.
-Arguments `clock` are seconds of one clock that never jumps.
+This agent records each step of its own epochs, and only reports of epochs on other Macs. Arguments `clock`
+are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from prometheus_client import Counter, Histogram
 
 from ..errors import Code
 
-MOST = 20  #: Epochs that are kept.
+MOST = 20  #: Epochs to keep.
 
 
 @dataclass(slots=True)
 class EpochStory:
-    """One epoch. `began` in seconds since 1970, `ready_s` and `lasted_s` in seconds since then.
-
-    `stages` are those that were reached, with the seconds until then. `here`: this agent formed it. A value
-    of None has not happened, or was not reported: `lasted_s` is None while the epoch runs.
+    """One epoch: `began` in seconds since 1970, `ready_s`, `lasted_s` and the times of reached `stages` in
+    seconds since then. `here`: this agent formed it. None: not happened yet, or not reported.
     """
 
     epoch: int
@@ -39,7 +37,7 @@ class EpochStory:
 
 
 class History:
-    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason."""
+    """The last `MOST` epochs. A new epoch ends a running one, without a reason."""
 
     def __init__(self) -> None:
         self._stories: deque[EpochStory] = deque(maxlen=MOST)
@@ -55,20 +53,19 @@ class History:
             story.stages.append((stage, round(seconds, 3)))
 
     def ready(self, clock: float) -> None:
-        """Note that the epoch serves. Only the first time counts."""
+        """Note that the epoch serves; only the first time counts."""
         if (story := self._running) is not None and story.ready_s is None:
             story.ready_s = round(clock - self._since, 3)
 
     def ended(self, clock: float, code: str | None = None, reason: str | None = None) -> None:
-        """Note that the epoch is over. The first reason holds."""
+        """Note that the epoch is over; the first reason holds."""
         if (story := self._running) is not None:
             story.lasted_s = round(clock - self._since, 3)
             story.code, story.reason = code, reason
 
     def remote_epoch(self, story: EpochStory, clock: float, *, state: str, reason: str) -> None:
-        """Take in another Mac's repeated reports of its group. Epoch 0 is none.
-
-        Its reason for not being ready is the best known reason for the end of the epoch before.
+        """Take in another Mac's repeated reports of its group. Epoch 0 is none. Its reason for not being
+        ready is the best known reason for the end of the epoch before.
         """
         running, over = self._running, story.epoch == 0 or state in _OVER
         if running is not None and (over or story.epoch != running.epoch):
@@ -84,7 +81,7 @@ class History:
             self.ready(clock)
 
     def served_s(self, clock: float) -> float:
-        """Return the seconds for which the running epoch has served; 0 before it does."""
+        """Return the seconds that the running epoch has served; 0 before it does."""
         ready_s = self._running.ready_s if self._running is not None else None
         return max(clock - self._since - ready_s, 0.0) if ready_s is not None else 0.0
 
@@ -98,13 +95,12 @@ class History:
         return newest if newest is not None and newest.lasted_s is None else None
 
 
-_OVER = ("restarting", "failed", "idle", "stopped")  #: States in which another Mac has no group.
-#: States in which it reports why there is no group yet; later, its reasons are about other things.
-_BEFORE = ("starting", "forming")
+_OVER = ("restarting", "failed", "idle", "stopped")  #: Another Mac has no group.
+_BEFORE = ("starting", "forming")  #: Another Mac's reason is why it has no group yet.
 
 
 class RateMeter:
-    """Tokens per second over the last seconds, from a count that grows, or begins again."""
+    """Tokens per second over the last seconds, from a count that grows or restarts."""
 
     def __init__(self, window_s: float = 4.0, least_s: float = 0.4) -> None:
         self._window_s = window_s
@@ -112,7 +108,7 @@ class RateMeter:
         self._seen: deque[tuple[float, int]] = deque()
 
     def rate(self, count: int, clock: float) -> float | None:
-        """Return the present rate; None (unknown) without an earlier call within the last seconds."""
+        """Return the present rate; None without an earlier call within the last seconds."""
         while self._seen and clock - self._seen[0][0] > self._window_s:
             self._seen.popleft()
         if self._seen and count < self._seen[-1][1]:
@@ -133,7 +129,7 @@ RECOVERY_S = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 45, 60, 120, 300)
 
 
 class RecoveryMetrics:
-    """Counts of the ends of all epochs whose rank 0 is on this machine, and of recoveries from them."""
+    """Counts of ended epochs with rank 0 on this machine, and of recoveries from them."""
 
     def __init__(self) -> None:
         self.ended = Counter(
@@ -165,12 +161,12 @@ class Recoveries:
             self._broken_at = None
 
     def over(self, code: Code, clock: float) -> None:
-        """Note that an epoch has ended. One that makes room for another was no failure."""
+        """Note that an epoch ended; a replanned epoch did not fail."""
         self.metrics.ended.labels(code).inc()
         if self._serving and code is not Code.REPLANNED:
             self._broken_at = clock
         self._serving = False
 
     def rested(self) -> None:
-        """Note that no model is desired: the next epoch is no recovery."""
+        """Note that no model is desired, so that the next epoch is no recovery."""
         self._serving, self._broken_at = False, None

@@ -1,4 +1,4 @@
-"""The ranks that this machine runs for the owners of groups on other machines."""
+"""Ranks on this machine for owners of groups on other machines."""
 
 from __future__ import annotations
 
@@ -41,18 +41,16 @@ from .ranks import (
 
 log = logging.getLogger(__name__)
 
-MAX_OF_HOST = 16  #: Ranks of one host that run here, of all its groups.
-MAX_ORDERS = 64  #: Orders of one host for new ranks, and of each rank, that wait; further ones are dropped.
-_ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `OtherOwners`, which may refuse it.
+MAX_OF_HOST = 16  #: Ranks here for all groups of one host.
+MAX_ORDERS = 64  #: Waiting orders of one host for new ranks, and for each rank; further orders are dropped.
+_ORDERS = (StartRank, EndEpoch, RankGathered)  #: `OtherOwners` receives `Prepare`, and may refuse it.
 
-#: Returns the folder of a wanted model by its name. Raises ModelError when it is not here.
-ModelFolder = Callable[[str], Path]
+ModelFolder = Callable[[str], Path]  #: Folder of a wanted model by its name. Raises ModelError.
 
 
 class HostedRank:
-    """One epoch's rank here, from its Prepare on; implements `Watcher` of its process.
-
-    Its reports go to its host, the node id of the group's owner, until it is `silenced` and no longer counts.
+    """One epoch's rank here, from its Prepare on; implements `Watcher` of its process. It reports to `host`,
+    the node id of the group's owner, until it is `silenced`.
     """
 
     def __init__(
@@ -60,9 +58,9 @@ class HostedRank:
     ) -> None:
         self.order = order
         self.host = host
-        self.host_boot = ""  #: Boot id of its host when it came.
+        self.host_boot = ""  #: Boot id of its host at its Prepare.
         self.process: RankProcess | None = None
-        self.model: Path | None = None  #: The model that it loads, or has loaded.
+        self.model: Path | None = None  #: Folder of its model, once looked up.
         self.silenced = False
         self.awaited = False  #: True once its host waits for its end.
         self.life: asyncio.Task[None] | None = None  #: Task of `live`, until that ends.
@@ -70,7 +68,7 @@ class HostedRank:
         self._send = send
         self._orders: asyncio.Queue[StartRank | EndEpoch] = asyncio.Queue(MAX_ORDERS)
         self._joined = False
-        self._failure = ""  #: Reason of its end, unless it ended in order.
+        self._failure = ""  #: Reason of an end that was not orderly.
         self._folder = epoch_folder(settings.home, order.epoch, host)
         self._reports: list[FailureReport] = []
 
@@ -86,9 +84,8 @@ class HostedRank:
     # --- its life ------------------------------------------------------------------------------------
 
     async def live(self, before: list[asyncio.Task[None]], model: ModelFolder, worker: Worker) -> None:
-        """Run its process once those `before` are gone, until its host orders its end, or cancelled.
-
-        Nothing of it is left but the records of a failure.
+        """After the ranks `before` end, run its process until its host ends it, or this task is cancelled.
+        Only records of a failure remain.
         """
         try:
             if before:
@@ -118,9 +115,8 @@ class HostedRank:
         self.reply(replace(prepared, path=str(self.model)))
 
     async def _start(self, order: StartRank) -> None:
-        """Have the process join its group."""
         if self.process is None:
-            return  # that was reported
+            return  # `_spawn` failed, and was reported
         async with asyncio.timeout(self._settings.limits.form_s):
             jaccl = await self.process.join(order.bootstrap)
         if jaccl:
@@ -137,7 +133,7 @@ class HostedRank:
                 await self.process.shut_down()
 
     async def _keep(self, end: failure_store.RankEnd) -> None:
-        """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
+        """Keep the records of a failure, unless the rank never started."""
         if self._failure and (self._joined or not end.by_agent):
             cause = with_stranded(GroupError(self._failure, Code.RANK_LOST), (end,))
             failed = failure_store.FailedEpoch(
@@ -157,15 +153,13 @@ class HostedRank:
                 self._orders.put_nowait(order)
             case EndEpoch():
                 self.awaited = True
-                failed = not (
-                    order.in_order or self.silenced
-                )  # its host may no longer wait for an end in order
+                failed = not (order.in_order or self.silenced)  # its host may have waited in vain for order
                 self.end("its epoch ended", f"epoch {order.epoch} failed: its host knows why" * failed)
             case StartRank() if not self._orders.full():
                 self._orders.put_nowait(order)
 
     def end(self, why: str, failure: str = "") -> None:
-        """End it at once. A `failure` is the reason why its records are kept."""
+        """End it at once. With a `failure` as reason, keep its records."""
         if self.life is not None:
             about = {"epoch": self.order.epoch, "rank": self.order.rank}
             log.info("rank %d of epoch %d ends: %s", self.order.rank, self.order.epoch, why, extra=about)
@@ -192,15 +186,14 @@ class HostedRank:
             self.reply(RankSide(self.order.epoch, self.order.rank, message))
 
     def reply(self, message: Message) -> None:
-        """Send a message to its host, unless the link is gone: `HostedRanks.lost` does the rest."""
+        """Send a message to its host; if the link is gone, `HostedRanks.lost` does the rest."""
         with contextlib.suppress(MlxtpError):
             self._send(self.host, message)
 
 
 class HostedRanks:
-    """Ranks here of groups whose owners are other agents, each known by its owner's node id and its epoch.
-
-    A rank lives and dies by the link to its owner, and ends when that orders or reports a later epoch.
+    """Ranks here of other agents' groups, each known by its owner's node id and its epoch. A rank ends with
+    the link to its owner, and when the owner orders or reports a later epoch.
     """
 
     def __init__(
@@ -210,7 +203,7 @@ class HostedRanks:
         self._model = model
         self._kept_epoch = kept_epoch
         self._worker = worker
-        self._alive: dict[HostedRank, asyncio.Task[None]] = {}  #: Also those that still end.
+        self._alive: dict[HostedRank, asyncio.Task[None]] = {}  #: Also ranks that are ending.
         self._last_epochs: dict[str, int] = {}  #: By host.
         self._background = Background()
         self._closed = False
@@ -220,20 +213,19 @@ class HostedRanks:
 
     @property
     def models(self) -> set[Path]:
-        """Folders of the models that ranks here have open, or are about to open."""
+        """Folders of models that ranks here have open or will open."""
         return {rank.model for rank in self._alive if rank.model is not None}
 
     def last_epoch(self, host: str) -> int:
-        """Return the number of the last epoch in which this machine ran a rank for that owner."""
+        """Return the last epoch of that owner with a rank on this machine."""
         return self._last_epochs.get(host, self._kept_epoch)
 
     @property
     def ranks(self) -> list[HostedRank]:
-        """Ranks that count."""
         return [rank for rank in self._alive if not rank.silenced]
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
-        """Take an order of an owner. The ranks that count are set before this returns."""
+        """Take an owner's order. `ranks` is up to date when this returns."""
         if self._closed:
             return
         if isinstance(message, Prepare):
@@ -268,7 +260,7 @@ class HostedRanks:
             rank.reply(EpochEnded(rank.order.epoch))
 
     def serves(self, host: str, group: str, epoch: int) -> None:
-        """Note that an owner's group is at that epoch: earlier ranks of it end."""
+        """Note the present epoch of an owner's group, and end ranks of earlier epochs."""
         why = f"its host is at epoch {epoch}"
         ours = (host, group)
         self.clear(why, lambda each: (each.host, each.order.group) == ours and each.order.epoch < epoch)
@@ -277,14 +269,14 @@ class HostedRanks:
         self.clear("its host's link is gone", lambda rank: rank.host == host)
 
     def clear(self, why: str, chosen: Callable[[HostedRank], bool] = lambda _: True) -> None:
-        """End the chosen ranks, and report that to their owners."""
+        """End the chosen ranks, and report it to their owners."""
         for rank in list(filter(chosen, self._alive)):
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
             rank.report(FailureReport(rank.order.rank, error, seen_from_outside=True))
             rank.end(why, why)
 
     async def close(self) -> None:
-        """End all ranks; no order counts from now on."""
+        """End all ranks, and ignore all later orders."""
         self._closed = True
         for rank in self._alive:
             rank.end("the agent ends")

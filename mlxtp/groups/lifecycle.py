@@ -1,4 +1,4 @@
-"""Life of one group of ranks: starts an epoch, watches it, ends it, starts the next one."""
+"""Life of one group of ranks: starts an epoch, watches it, ends it, starts the next."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ANSWER_S = 2.0  #: Seconds in which the coordinator may find another place for a group that failed for good.
+ANSWER_S = 2.0  #: Seconds for the coordinator to find another place for a group that failed for good.
 
-#: Called with the name of a stage that was just reached and the seconds since its epoch began.
-StageListener = Callable[[str, float], None]
+StageListener = Callable[[str, float], None]  #: Gets a reached stage, and seconds since the epoch began.
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """An epoch: as what it is ordered, its model and ranks, and the links of the ranks as they were then.
+    """Order, model and ranks of an epoch, and the ranks' links when it was planned.
 
-    `left_out`: it is formed although it had failed, for want of another place.
+    `left_out`: it is formed although it had failed, for lack of another place.
     """
 
     order: FormEpoch
@@ -48,7 +47,7 @@ class EpochPlan:
 
 
 class EpochOwner(Protocol):
-    """Plans the epochs, and is told how they end: `controller.GroupController`, which has the contracts."""
+    """Plans epochs, and learns how they end. `controller.GroupController` has the contracts."""
 
     async def next_plan(self) -> EpochPlan: ...
     async def changed(self) -> None: ...
@@ -57,7 +56,7 @@ class EpochOwner(Protocol):
 
 
 class Supervisor:
-    """Life of one group here: epochs that are formed, loaded, served, drained and ended, one by one."""
+    """Life of one group here: forms, loads, serves, drains and ends its epochs, one by one."""
 
     def __init__(
         self,
@@ -73,18 +72,16 @@ class Supervisor:
         self.status = GroupStatus(gateway)
         self.loader = ModelLoader(settings, partial(gateway.self_test, self.deployment))
         self._make_ranks = partial(ProcessGroup, settings, on_event=gateway.on_event, worker=worker)
-        #: Model of this agent's present epoch, or of the last one.
-        self.source: ModelSource | None = None
-        self.kv = KvRoom(self._serve)  #: Room for the KV caches of the model that the present epoch serves.
-        self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; None while none does.
+        self.source: ModelSource | None = None  #: Model of the present epoch, or of the last one.
+        self.kv = KvRoom(self._serve)
+        self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; may be None.
         self._current: ProcessGroup | None = None
         self._policy = RestartPolicy()
         self._on_stage = on_stage
 
     async def run(self, owner: EpochOwner) -> None:
-        """Run the epochs that `owner` plans, one after the other, until cancelled.
-
-        Cancelling ends the ranks in order; no process is left when this returns.
+        """Run the epochs that `owner` plans until cancelled. That ends the ranks in order; no process is left
+        when this returns.
         """
         status = self.status
         try:
@@ -101,10 +98,10 @@ class Supervisor:
             self._current, status.in_epoch = None, False
 
     async def _live(self, plan: EpochPlan, owner: EpochOwner) -> None:
-        """Live through one epoch: form, load, serve, end; and rest after a failure."""
+        """Run one epoch: form, load, serve, end; and rest after a failure."""
         status, gateway, model, number = self.status, self.gateway, plan.model, plan.order.number
         status.in_epoch = True
-        # This group will finish the requests that another Mac has served so far.
+        # This group will finish requests that another Mac has served so far.
         gateway.park(self.group, GroupError("another group is formed", Code.REPLANNED))
         self.source = model
         status.began(number, plan.group, model.id)
@@ -116,7 +113,6 @@ class Supervisor:
             await ranks.start()  # they form a group, which proves itself
             status.ranks, formed = ranks, True
 
-            # The warm-up has the golden proof in it.
             status.weight_bytes = await asyncio.to_thread(weight_bytes, model.path)
             status.enter(ServingState.LOADING)
             loaded = await self.loader.bring_up(ranks, model, reached)
@@ -125,7 +121,7 @@ class Supervisor:
             status.ready()
             served = True
             await self.kv.serve(ranks, loaded)
-            error = await asyncio.shield(ranks.failed)  # any reason to end: a fault, a lost Mac, another plan
+            error = await asyncio.shield(ranks.failed)  # a fault, a lost Mac, or another plan
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
@@ -133,7 +129,7 @@ class Supervisor:
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
         strikes, now = gateway.deployments.blamed(self.group, error.code), time.monotonic()
-        # Before the state changes: the next plan counts the memory that these ranks hold as free.
+        # Before the state changes: the next plan counts these ranks' memory as free.
         served_s, last = status.history.served_s(now), self._policy.is_last(now)
         replaced = served and owner.died(error, served_s, strikes, last=last)
         self.kv.close()
@@ -145,7 +141,7 @@ class Supervisor:
             self._current, status.in_epoch = None, False
             log.info("epoch %d ended: %s", number, error.detail, extra={"epoch": number})
             return
-        known = await _to_its_end(ranks.kill(error))  # with memory that may be lost
+        known = await _to_its_end(ranks.kill(error))  # with memory that may be stranded
         error = known or error
         status.reason, self._current, status.in_epoch = error, None, False
 
@@ -164,9 +160,8 @@ class Supervisor:
     async def _rest(
         self, owner: EpochOwner, delay_s: float | None, error: MlxtpError, *, instead: bool
     ) -> None:
-        """Wait for a while after a failed epoch, or give up and wait for the owner to change.
-
-        `instead`: another plan may take its place; the reason was logged with what is left out.
+        """Wait for a while after a failed epoch, or give up and wait for the owner to change. `instead`:
+        another plan may take its place, and the reason was logged.
         """
         number, about = self.status.epoch, {"epoch": self.status.epoch}
         if delay_s is not None:
@@ -181,7 +176,7 @@ class Supervisor:
             self._policy = RestartPolicy()
 
     def _serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
-        """Send requests to `ranks`, which have a model, or a different room for KV caches now."""
+        """Send requests to `ranks`: they now have a model, or other room for KV caches."""
         assert self.source is not None
         self.info, text = loaded.info, self.source.text
         load_s, room = loaded.load_s, loaded.kv_room
@@ -189,22 +184,21 @@ class Supervisor:
 
     @property
     def has_ranks(self) -> bool:
-        """True while this agent owns ranks, or still ends them."""
         return self._current is not None
 
     def end_epoch(self, error: MlxtpError, lost: str = "") -> None:
-        """End the present epoch. It learns that node `lost` is gone as it does of any failure of a rank."""
+        """End the present epoch; if node `lost` is gone, through the failure of its ranks."""
         if self._current is None:
             return
         if lost:
             self._current.lost(lost, error.detail)
             return
-        if error.code is Code.REPLANNED:  # what comes meanwhile is for the next epoch
+        if error.code is Code.REPLANNED:  # new requests are for the next epoch
             self.gateway.detach(self.group, error)
         self._current.give_up(error)
 
     def woke(self, slept_s: float) -> None:
-        """End an epoch with ranks elsewhere: while this machine slept, they went on or gave up."""
+        """End an epoch with ranks elsewhere, which went on or gave up while this machine slept."""
         group = self.status.group
         if group is not None and group.world_size > group.local:
             self.end_epoch(GroupError(f"this Mac slept for {slept_s:.0f} s", Code.REPLANNED))
@@ -219,7 +213,7 @@ class Supervisor:
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
-    """Return whether `work` ended within so many seconds; else it is cancelled."""
+    """Return True if `work` ended within so many seconds; else cancel it."""
     try:
         async with asyncio.timeout(seconds):
             await work
@@ -229,7 +223,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work` after any number of cancellations; then be cancelled instead."""
+    """Wait for `work` in spite of cancellations; return its result, or then raise CancelledError."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

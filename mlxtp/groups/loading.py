@@ -1,4 +1,4 @@
-"""From ranks that are proven to a model that serves: load it, warm it up, compare its golden answers."""
+"""From proven ranks to a model that serves: load it, warm it up, compare its golden answers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class LoadedModel:
     """Model on ranks that are warm and proven."""
 
     info: ModelInfo
-    kv_room: int  #: Tokens that KV caches may hold; 0 without a bound.
+    kv_room: int  #: Tokens that KV caches may hold; 0 for no limit.
     load_s: float
-    kv_bytes: int = 0  #: Bytes that those of each rank may have; 0 without a bound.
-    slow_link: str = ""  #: Finding on links that are far too slow, for users; empty for none.
+    kv_bytes: int = 0  #: Bytes of KV caches on each rank; 0 for no limit.
+    slow_link: str = ""  #: Words for users about links that are far too slow, or empty.
 
     def resized(self, loaded: Loaded) -> LoadedModel:
         info = replace(self.info, context=loaded.context)
@@ -53,26 +53,24 @@ class LoadedModel:
 
 
 class KvRoom:
-    """Room for the KV caches of one group, and its limit, which holds for each epoch.
-
-    `changed` is called when a model that serves has another room.
+    """Room for one group's KV caches, with a limit for all its epochs. Calls `changed` when a serving model's
+    room changes.
     """
 
     def __init__(self, changed: Callable[[ProcessGroup, LoadedModel], None]) -> None:
-        self.limit_bytes = 0  #: Most bytes on each rank, beside the setting's; 0 for no bound.
+        self.limit_bytes = 0  #: Most bytes on each rank, in addition to the setting's limit; 0 for no limit.
         self.loaded: LoadedModel | None = None  #: The model that the present epoch serves.
         self._ranks: ProcessGroup | None = None
         self._changed = changed
-        #: Held while a command is with ranks that serve: their pipe takes one at a time.
-        self.commanding = asyncio.Lock()
+        self.commanding = asyncio.Lock()  #: Held during a command to ranks that serve: one at a time.
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is room for; 0 without a bound, or with no model."""
+        """Tokens that fit; 0 without a limit or a model."""
         return self.loaded.kv_room if self.loaded is not None else 0
 
     async def serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
-        """Note that the present epoch serves a model. Its limit may have changed since it began to load."""
+        """Note that the present epoch serves a model, and apply a limit that changed while it loaded."""
         self._ranks, self.loaded = ranks, loaded
         await self._apply()
 
@@ -80,7 +78,7 @@ class KvRoom:
         self._ranks = self.loaded = None
 
     async def limit(self, kv_bytes: int) -> None:
-        """Change the limit. Returns once the ranks of a model that serves were sent what no longer fits."""
+        """Change the limit. Returns once ranks that serve have freed memory accordingly."""
         self.limit_bytes = kv_bytes
         await self._apply()
 
@@ -91,7 +89,7 @@ class KvRoom:
         async with self.commanding:
             ranks, loaded = self._ranks, self.loaded
             if ranks is None or loaded is None or (ranks.kv_bytes == self.limit_bytes and not clear):
-                return  # the next load goes by the limit
+                return  # the next load uses the limit
             try:
                 reply = await ranks.budget(self.limit_bytes, clear=clear)
             except MlxtpError as error:
@@ -103,19 +101,18 @@ class KvRoom:
 
 
 class ModelLoader:
-    """Brings a model up on ranks. `self_test` returns the self-test of ranks that take no requests yet."""
+    """Brings up a model on ranks. `self_test` returns the self-test for ranks without requests."""
 
     def __init__(self, settings: Settings, self_test: Callable[[RequestBackend], GroupSelfTest]) -> None:
-        self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
+        self.proof = ""  #: Words for users about a golden proof that is suspect but no failure, or empty.
         self._settings = settings
         self._self_test = self_test
 
     async def bring_up(
         self, ranks: ProcessGroup, model: ModelSource, reached: Callable[[str], None]
     ) -> LoadedModel:
-        """Load a model and warm it up; `reached` is called with each stage.
-
-        Raises ModelError if the ranks refuse the model, and GroupError if they fail or answer wrongly.
+        """Load a model and warm it up; call `reached` with each stage. Raises ModelError if the ranks refuse
+        the model, and GroupError if they fail or answer wrongly.
         """
         began, group = time.monotonic(), ranks.group
         counted = counted_shares(model.shape, group.world_size, group.split) if model.shape else ()
@@ -140,7 +137,7 @@ class ModelLoader:
         return LoadedModel(info, _kv_room(loaded), time.monotonic() - began, loaded.kv_bytes, slow_link)
 
     async def judge_links(self, ranks: ProcessGroup) -> str:
-        """Compare the links' speed with what it should be: macOS may use a cable as USB without a word."""
+        """Return a finding if links are far too slow: macOS may silently use a cable as USB."""
         group = ranks.group
         if not (group.world_size > 1 and (expected := cabled_bandwidth(group.kind))):
             return ""
@@ -152,7 +149,7 @@ class ModelLoader:
         return said
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
-        """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
+        """Run the first forwards, including the golden proof. Raises GroupError."""
         row = await asyncio.to_thread(row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row, mesh=ranks.group.varies))
         answers = await self._self_test(ranks).warm_up(prompts)
@@ -179,7 +176,7 @@ class ModelLoader:
         kept: self_test.SelfTestTokens,
         answers: self_test.SelfTestTokens,
     ) -> None:
-        """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
+        """Judge answers that differ from earlier ones. Raises GroupError if wrong answers repeat."""
         test, near_ties = self._self_test(ranks), True
         for tokens, before, now in self_test.differences(prompts, kept, answers):
             near_ties = near_ties and self_test.is_near_tie(await test.most_probable(tokens), before, now)
@@ -198,7 +195,7 @@ class ModelLoader:
 
 
 async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
-    """Return what clients see of a model on ranks here, or in another agent's report."""
+    """Return clients' view of a model on ranks here, or in another agent's report."""
     return ModelInfo(
         id=model.id,
         aliases=("default",) if model.id != "default" else (),
@@ -218,7 +215,7 @@ def _kv_room(loaded: Loaded) -> int:
 
 
 def row_bytes(folder: Path) -> int:
-    """Return the bytes of one token's row in a collective of the model in `folder`; 0 if it is unreadable."""
+    """Return the bytes of a token's row in a model's collectives; 0 if its `folder` is unreadable."""
     try:
         return description_of(read_config(folder)).hidden * _ACTIVATION_BYTES
     except MlxtpError:
@@ -226,7 +223,7 @@ def row_bytes(folder: Path) -> int:
 
 
 def refusal(model: str, folder: str, ranks: int, error: ModelError) -> ModelError:
-    """Return the error, about `model` with its `folder`'s name; equal texts of all `ranks` appear once."""
+    """Return the error for users, with ranks' texts merged if all `ranks` agree."""
     _, *parts = _RANK.split(error.detail)
     said = [words.removeprefix(f"{folder}: ") for words in parts[1::2]]
     words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(parts[::2], said, strict=True))

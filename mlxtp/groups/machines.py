@@ -1,4 +1,4 @@
-"""The present members as placement sees them, with what is known of groups of them that failed to form."""
+"""The present members as placement sees them, and their failed groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Machines:
-    """Source of what every plan is made from."""
+    """Source of the facts for every plan."""
 
     def __init__(self, node: ClusterNode, results: FabricResults) -> None:
         self.failed = FailedGroups()
@@ -35,9 +35,8 @@ class Machines:
         node.rounds.add(lambda _now: self.tell())
 
     def members(self, held_bytes: Callable[[str], int] = lambda _: 0) -> list[MemberMachine]:
-        """Return the present members, in order of their ids.
-
-        `held_bytes` returns the bytes of a node's memory that ranks hold and that are free for a new plan.
+        """Return the present members by id. `held_bytes` returns the memory of a node's ranks: a new plan may
+        use it.
         """
         node, machines = self._node, self._node.links.reports.of(Machine)
         return [
@@ -60,10 +59,7 @@ class Machines:
         return Topology(self.members(), self.devices_by_hand(), admitted)
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
-        """Return the RDMA devices of all members' settings, by the ids of a node and of its peer.
-
-        Users give names of nodes, or starts of ids.
-        """
+        """Return the RDMA devices in all members' settings, by the ids of a node and its peer."""
         machines = self._node.links.reports.of(Machine)
 
         def nodes(text: str) -> list[str]:
@@ -80,7 +76,7 @@ class Machines:
         return found
 
     def options(self, row: Deployment, model: str) -> PlacementOptions:
-        """Return the options of a plan for a deployment. Raises MlxtpError if it has impossible values."""
+        """Return a plan's options for a deployment. Raises MlxtpError for impossible values."""
         return replace(
             placement_options(self._node.settings, row, model),
             measured=self._results.measured(),
@@ -89,7 +85,7 @@ class Machines:
         )
 
     def all_failed(self, *, over: bool) -> tuple[FailedGroup, ...]:
-        """Return the groups that failed at any owner; without `over` those that are left out of plans now."""
+        """Return groups that failed at any owner; without `over`, only if plans leave them out now."""
         table = self._node.links.reports
         told = [*table.by(self._node.node_id, LeftOutGroup), *(row for _, row in table.others(LeftOutGroup))]
         found = [
@@ -105,10 +101,8 @@ class Machines:
         )
 
     def no_place(self, shape: ModelShape, row: Deployment, only: Container[str] | None = None) -> str:
-        """Return why the present members have no place for a deployment; empty if there may be one.
-
-        Each counts as if it had the model, and nothing else ran there. There may be a place as long as a
-        suspect may come back. `only` these may take part, of those that the row allows.
+        """Return why the present members (of `only`) have no place for a deployment, even if all had the
+        model and ran nothing else; empty if there may be a place, as while a suspect may come back.
         """
         node = self._node
         if any(each.state is Standing.SUSPECT for each in node.membership.statuses().values()):
@@ -129,7 +123,7 @@ class Machines:
         return allowed + assigned.why
 
     def tell(self) -> None:
-        """Tell all members which groups are left out, after a change: the coordinator plans without them."""
+        """Report a change of the groups that plans leave out."""
         table, told = self._node.links.reports, list[LeftOutGroup]()
         if self.failed:
             known = self.failed.known(self._by_id(), time.monotonic())
@@ -140,7 +134,7 @@ class Machines:
             self._node.changed()
 
     def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
-        """Return the groups that failed to form, and the seconds until each is tried again."""
+        """Return this node's failed groups, and the seconds until plans may use them again."""
         return self.failed.left_out(self._by_id(), time.monotonic())
 
     def left_out_lines(self) -> list[str]:
@@ -161,19 +155,19 @@ def _link(row: str) -> FailedLink:
 
 
 def parallel_of(settings: Settings, row: Deployment) -> str:
-    """Return how several Macs share a deployment with these settings: as it is set, "auto" for one Mac."""
+    """Return how several Macs share a deployment: as it or the settings say, "auto" for one Mac."""
     return "auto" if row.nodes == "1" else row.parallel or settings.parallel
 
 
 def placement_options(settings: Settings, row: Deployment, model: str) -> PlacementOptions:
-    """Return the options of a deployment with these settings. Raises MlxtpError for impossible ones."""
+    """Return a plan's options for a deployment. Raises MlxtpError for impossible values."""
     wanted: str | int = int(row.nodes) if row.nodes.isdecimal() else row.nodes
     parallel = parallel_of(settings, row)
     split = split_layers(row.split, parallel, row.nodes)
     if settings.ranks > 1:  # they share the model, on one Mac
         parallel, split = "auto", ()
     if model == EMBEDDED_MODEL and (wanted, parallel, split) == ("auto", "auto", ()):
-        wanted, parallel = "all", "tensor"  # it is there to show that the cluster works, not to be fast
+        wanted, parallel = "all", "tensor"  # its purpose is to show that the cluster works
     return PlacementOptions(
         backend=settings.fabric,
         fabric_networks=settings.fabric_networks,
@@ -187,10 +181,8 @@ def placement_options(settings: Settings, row: Deployment, model: str) -> Placem
 
 
 def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple[int, ...]:
-    """Return the layers of each rank of this machine where they are a pipeline, else ().
-
-    They are one where they are told to, or could not divide its layers. Raises ModelError
-    (MODEL_NOT_DIVISIBLE) where the ranks can share the model neither way, or not as they are told to.
+    """Return the layers of each rank of this machine's pipeline; () unless one is set, or tensor parallelism
+    is impossible. Raises ModelError (MODEL_NOT_DIVISIBLE) if the ranks cannot share the model (as set).
     """
     parallel, ranks = row.parallel or settings.parallel, settings.ranks
     obstacles, uncuttable = shape.obstacles(ranks), shape.uncuttable(ranks)
@@ -213,10 +205,7 @@ def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple
 
 
 def contradiction(settings: Settings, row: Deployment, shape: ModelShape | None) -> str:
-    """Return why no Macs can serve a deployment as its row has it; empty if some may.
-
-    `shape` is None as long as that of its model is not known.
-    """
+    """Return why no Macs can serve a deployment as set, or empty. `shape` is None while unknown."""
     try:
         options = placement_options(settings, row, row.model)
         if settings.ranks > 1 and shape is not None:
@@ -232,7 +221,7 @@ def contradiction(settings: Settings, row: Deployment, shape: ModelShape | None)
 
 
 def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:
-    """Return the reason why the Mac called `there` cannot serve the model with this one; empty for none."""
+    """Return why the Mac named `there` cannot serve the model together with `here`, or empty."""
     if theirs is None:
         return "it has not yet reported whether it has the model"
     if theirs.problem:
@@ -258,5 +247,5 @@ def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: 
 
 
 def in_steps(size: int) -> int:
-    """Round a free or held size down: measurements waver, and a plan must not change with every report."""
+    """Round a size down, so that plans do not change with every report."""
     return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES

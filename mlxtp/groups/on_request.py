@@ -1,7 +1,7 @@
 """Requests for models that are not ready: each waits for its deployment, or makes one.
 
-A request that names a model on this Mac's disk makes a deployment that ends after a while without requests.
-The coordinator finds room for it, or removes the least recently used one that no user pinned.
+A request for a model on this Mac's disk makes a deployment, which ends after a while without requests. The
+coordinator finds room for it, or removes the least recently used deployment that is not pinned.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ log = logging.getLogger(__name__)
 
 NEWS_S = 1.0  #: Seconds between two progress checks of a waiting request.
 UNPLANNED_S = 5.0  #: Seconds that a deployment may have no place before the requests for it fail.
-REFUSED_S = 60.0  #: Seconds in which a model that failed to load is not loaded for another request.
-ENDS_S = 3 * BEAT_S  #: Seconds until a deployment that failed ends, so that all members report why.
-MOST_FOLDERS = 20  #: Folders that are known by the short name under which they were served.
+REFUSED_S = 60.0  #: Seconds after a failure to load a model before another request may load it.
+ENDS_S = 3 * BEAT_S  #: Seconds until a failed deployment ends, so that all members report why.
+MOST_FOLDERS = 20  #: Folders that keep the short name of their deployment.
 
 
 class WaitingLease:
-    """Implements `api.backend.ModelLease`. `late` ends a wait of `within_s`.
-
-    `outcome` has the reason of a refusal, or None once the request may begin.
+    """Implements `api.backend.ModelLease`. The wait ends with `late` after `within_s`. `outcome` is the
+    reason for a refusal, or None once the request may begin.
     """
 
     model = ""
@@ -82,7 +81,7 @@ class WaitingLease:
 
 
 class OnRequest(ModelSwitch):
-    """Requests of this node's clients that wait for a deployment, or use one."""
+    """Requests of this node's clients that wait for a deployment or use it."""
 
     def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups, machines: Machines) -> None:
         self.leases: dict[WaitingLease, None] = {}
@@ -92,11 +91,10 @@ class OnRequest(ModelSwitch):
         self._machines = machines
         self._on = node.settings.load_on_request
         self._made: set[str] = set()  #: Deployments that requests at this node made.
-        self._ends: dict[str, float] = {}  #: Times at which those of them end that cannot be loaded.
-        #: Failed models, by the names of their deployments: the reason, and the time until it holds.
+        self._ends: dict[str, float] = {}  #: When deployments of `_made` that cannot be loaded end.
+        #: Reason and end of the refusal of failed models, by deployment.
         self._refused: dict[str, tuple[RequestError, float]] = {}
-        #: By the name under which it was served: a folder's whole path, the one served last at the end.
-        self._folders: dict[str, str] = {}
+        self._folders: dict[str, str] = {}  #: Paths by deployment, the last served at the end.
         gateway.switch_models(self, node.changed)
         gateway.deployments.leased = lambda name: any(each.deployment == name for each in self.leases)
         gateway.deployments.waiting = lambda: (each.client for each in self.leases if not each.outcome.done())
@@ -126,7 +124,7 @@ class OnRequest(ModelSwitch):
             return AT_ONCE
         if (refusal := self._refusal(row.name, waited_s=0.0)) is not None:
             raise refusal
-        # Without the option no request brings back what stays until its room is needed.
+        # Without the option, requests do not reload a deployment that yields its room.
         if keep_s is not None and not row.pinned and (self._on or row.keep_s != YIELDS):
             row = self._node.desired.serve(row.model, keep_s=_kept(keep_s))
         if self._model(row.name) is None and not self._gateway.closing:
@@ -142,7 +140,7 @@ class OnRequest(ModelSwitch):
         return lease
 
     def leave(self, lease: WaitingLease) -> None:
-        """Note that a request has ended, or no longer waits: a model that none needs may end at once."""
+        """Note that a request ended or no longer waits: its model may then end at once."""
         self.leases.pop(lease, None)
         row = self._node.desired.table.get(lease.deployment)
         if row is not None and row.keep_s == 0:
@@ -159,7 +157,7 @@ class OnRequest(ModelSwitch):
     # --- the deployment of a name --------------------------------------------------------------------
 
     def _row(self, name: str | None) -> Deployment | None:
-        """Return the deployment that a request names; None for a model that is not deployed."""
+        """Return the deployment that a request names, or None."""
         rows = self._node.desired.table.live()
         if name in UNNAMED:
             return rows[0] if rows else None
@@ -201,14 +199,14 @@ class OnRequest(ModelSwitch):
         return row
 
     def _stored_name(self, name: str) -> str | None:
-        """Return the name of a deployment of a model on this Mac's disk; None if it is not there."""
+        """Return the full name of a model on this Mac's disk, or None."""
         path = self._folders.get(name)
         if path is None and (folder := named_folders(self._node.settings.model_folders).get(name)):
             return name if stored_name(str(folder)) is not None else None  # each Mac has its own folders
         return stored_name(path or full_name(name))
 
     def _changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
-        """Keep a folder's short name, which clients see, for the time after it is served."""
+        """Keep folders' short names, which clients know, after they are served."""
         for row in before.live():
             if row.model.startswith("/"):
                 self._folders.pop(row.name, None)
@@ -244,7 +242,7 @@ class OnRequest(ModelSwitch):
         return now + BEAT_S if waiting or self._ends else math.inf
 
     def _admit(self, deployment: str, leases: list[WaitingLease]) -> None:
-        """Start the requests that wait for a deployment, or refuse them all, or have them wait on."""
+        """Start or refuse the requests that wait for a deployment, or let them wait."""
         model = self._model(deployment)
         waited_s = time.monotonic() - min(lease.since for lease in leases)
         refusal = None
@@ -259,7 +257,7 @@ class OnRequest(ModelSwitch):
             self._give_up(deployment, refusal)
 
     def _check_wait(self, client: int) -> None:
-        """Raise RequestError for a request that is too many even to wait for its model."""
+        """Raise RequestError if too many requests wait already."""
         self._gateway.admission.check_bounds(client, 0, self._gateway.deployments.open())
 
     def _model(self, deployment: str) -> ModelInfo | None:
@@ -267,7 +265,7 @@ class OnRequest(ModelSwitch):
         return dispatcher.model if dispatcher is not None else None
 
     def _refusal(self, deployment: str, waited_s: float) -> RequestError | None:
-        """Return why a request for this deployment need not wait; None if it has to."""
+        """Return the error for a request that waits in vain; None if it should wait or start."""
         if self._node.desired.table.get(deployment) is None:
             return _unready(f"{deployment} was unloaded; try again")
         groups = self._groups.replicas_of(deployment)
@@ -298,21 +296,21 @@ class OnRequest(ModelSwitch):
         return None
 
     def _in_use(self, deployment: str) -> Iterator[str]:
-        """Yield the other deployments that answer requests, and give way once they no longer do."""
+        """Yield other deployments that give way after their open requests."""
         for each in self._groups.reports():
             row = self._node.desired.table.get(each.deployment)
             if row is not None and not row.pinned and each.open_requests and row.name != deployment:
                 yield row.name
 
     def _has_room_later(self, group: Group) -> bool:
-        """Return True if a group may get a place once others are no longer in use."""
+        """Return True if a group may get a place once other models are unused."""
         row, model = group.scope.row, group.scope.model
         if row is None or model.path is None or not any(self._in_use(row.name)):
             return False
         return not self._machines.no_place(model.shape, row)
 
     def _give_up(self, deployment: str, refusal: RequestError) -> None:
-        """Have a deployment end that only requests wanted, and that cannot be loaded."""
+        """Have a deployment end that only requests made, and that cannot be loaded."""
         if deployment in self._made:
             log.warning("%s, loaded for a request, is given up: %s", deployment, refusal.detail)
             self._ends[deployment] = time.monotonic() + ENDS_S
@@ -324,7 +322,7 @@ class OnRequest(ModelSwitch):
 
 
 def _kept(keep_s: float) -> int:
-    """Return `Deployment.keep_s` for what a client wants; it cannot pin a model."""
+    """Return `Deployment.keep_s` for a client's value; clients cannot pin a model."""
     return min(math.ceil(keep_s), LONGEST_S) if keep_s >= 0 else LONGEST_S
 
 

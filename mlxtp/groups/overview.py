@@ -1,4 +1,4 @@
-"""Sums over all groups that an agent knows: their health, the work of replicas, each Mac's memory."""
+"""Sums over all groups that an agent knows: health, work of replicas, memory of each Mac."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
-    """Return the health of a deployment, by the name of it or of its model; of the whole without one.
-
-    The whole is ready once each pinned deployment has a ready group, or the first one where none is pinned.
+    """Return the health of a deployment (by its name or its model's), or of the agent. The agent is ready
+    once each pinned deployment, or without any the first deployment, has a ready group.
     """
     rows = [(row, of) for row in node.desired.table.live() if (of := groups.replicas_of(row.name))]
     reports = groups.reports() if any(not row.pinned for row, _ in rows) else []
@@ -66,7 +65,7 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
 
 
 def deployment_health(row: Deployment, groups: list[Group], unused: float = 0.0) -> DeploymentHealth:
-    """Return the health of one deployment, by that of its `groups`. `unused`: seconds without requests."""
+    """Return the health of a deployment with its `groups`, `unused` for so many seconds."""
     states = [group.supervisor.status for group in groups]
     ready = sum(_ready(status) for status in states)
     shown = min(states, key=lambda status: (not _ready(status), status.state not in COMING))
@@ -91,23 +90,23 @@ def _ready(status: GroupStatus) -> bool:
     return status.state is ServingState.READY and not status.closing
 
 
-# --- reports of the work of replicas, by which each agent chooses one for a request ---------------------
+# --- reports of replicas' work, so that each agent can choose a replica for a request -------------------
 
 
 class ReplicaLoad(NodeRow, number=0x56):
-    """Work and caches of a replica, by which others choose one."""
+    """Work and caches of a replica, for the choice between replicas."""
 
     KEYS = ("group",)
     MOST = 64
     group: str = holding(group_id(MAX_GROUP_ID))
-    queued: int = holding(integer(0, U63))  #: prompt tokens of its `requests` that are not computed yet
+    queued: int = holding(integer(0, U63))  #: prompt tokens of its `requests` still to compute
     requests: int = holding(integer(0, U63))
-    speed: int = holding(integer(0, U32))  #: prompt tokens per second, 0 where not measured
+    speed: int = holding(integer(0, U32))  #: prompt tokens per second; 0 while unknown
     prefixes: bytes = holding(binary(0, DIGEST_BYTES * MAX_HASHES))  #: its caches' digests, oldest first
 
 
 class ReplicaLoads:
-    """Reports ready groups, unless one alone is of its deployment, and a shortage of memory."""
+    """Reports ready groups, except the only group of a deployment, and a shortage of memory."""
 
     def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups) -> None:
         self._node = node
@@ -128,7 +127,7 @@ class ReplicaLoads:
         self._node.links.reports.publish(MemoryShortage, *[MemoryShortage()] * self._gateway.admission.short)
 
     def _received(self, node_id: str, load: ReplicaLoad) -> None:
-        """Take in the report of a group, if it is by the group's owner."""
+        """Take in a report of the group's owner."""
         if node_id in self._node.links.reports.of(Serving, load.group):
             self._gateway.load(load.group, unpacked(load))
 
@@ -144,31 +143,29 @@ def unpacked(load: ReplicaLoad) -> GroupLoad:
 # --- account of each Mac's memory: budgets of the ranks of all groups, and their reports ----------------
 
 MIB = 1024**2
-#: Bytes that a rank may have beside weights and KV caches, for forwards and buffers: the larger of the two.
-WORK_BYTES, WORK_SHARE = 1024 * MIB, 8  # bytes; one part in so many of its weights
+#: A rank may use so many bytes for forwards and buffers, or its weights' bytes / WORK_SHARE if that is more.
+WORK_BYTES, WORK_SHARE = 1024 * MIB, 8
 
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """Memory of one rank, in bytes: what it may have, and what its newest heartbeat reports."""
+    """Memory of one rank, in bytes: its budget, and the usage in its newest heartbeat."""
 
     group: str
     node_id: str
     weight_bytes: int
-    kv_budget: int  #: bound in force; 0 for none
+    kv_budget: int  #: 0 for no limit
     memory_bytes: int  #: without what MLX keeps for reuse
     kv_bytes: int
 
     @property
     def promised(self) -> int:
-        """Bytes that it may come to have, forwards aside."""
         return self.weight_bytes + self.kv_budget
 
 
 def findings(ranks: Iterable[RankAccount], room: Mapping[str, int]) -> dict[tuple[str, str], str]:
-    """Return in words what does not fit the account, by node id and group; the group is "" for a whole Mac.
-
-    `room`: bytes that ranks of all groups may have together, by node id of each Mac that is to be judged.
+    """Return in words which budgets are exceeded, by node id and group; the group is "" for a whole Mac.
+    `room`: bytes for ranks of all groups together, by node id of the Macs to judge.
     """
     found: dict[tuple[str, str], str] = {}
     promised: dict[str, int] = {}
@@ -197,7 +194,7 @@ CHECK_S = 10.0  #: Seconds between two checks.
 
 
 class MemoryCheck:
-    """Logs each finding once, until it is gone."""
+    """Logs each of the `findings` once until it is over."""
 
     def __init__(self, node: ClusterNode, machines: Machines, groups: Groups) -> None:
         self._node = node
@@ -219,7 +216,7 @@ class MemoryCheck:
             ranks, kv = group.supervisor.status.ranks, group.supervisor.kv
             if ranks is None or kv.loaded is None:
                 continue
-            # What was found at load is no part of the account: it is bounded once others share the Mac.
+            # Without a limit there is no budget: a rank gets one once other groups share the Mac.
             budget = kv.loaded.kv_bytes if kv.limit_bytes else 0
             for rank, node_id in enumerate(ranks.group.nodes):
                 if (pong := ranks.watch.pongs.get(rank)) is not None:

@@ -79,9 +79,9 @@ from .ranks import (
 
 log = logging.getLogger(__name__)
 
-CAUSE_GRACE_S = 0.1  #: Seconds to wait, after the first sign of an end, for another rank to report the cause.
+CAUSE_GRACE_S = 0.1  #: Seconds to wait for the cause after the first report of a failure.
 
-#: Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash.
+#: Most idle seconds of a group over JACCL between two proofs: after a minute the next sum may crash.
 JACCL_CANARY_S = 20.0
 
 _WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)  #: Codes of an intended end, which is no failure.
@@ -101,7 +101,7 @@ class EpochGroup:
     fabric: str = "127.0.0.1"  #: This machine's address for MLX's sockets.
     #: Makes the ranks of other machines.
     endpoints: Callable[[Watcher], tuple[RemoteRank, ...]] = lambda _watcher: ()
-    decode_hosts: tuple[str, ...] = ()  #: Addresses at which each finds rank 0's machine.
+    decode_hosts: tuple[str, ...] = ()  #: Addresses of rank 0's machine for each rank.
     pins: tuple[str, ...] = ()  #: Fingerprints of the agents' keys.
     kind: str = ""  #: How they are joined, in words.
     rdma: tuple[str, ...] = ()  #: As in Bootstrap, like the next.
@@ -116,26 +116,26 @@ class EpochGroup:
 
     @property
     def about(self) -> dict[str, object]:
-        """Return the properties on which a model's answers may depend."""
+        """Properties that may change a model's answers."""
         found = {"fabric": self.fabric_kind, "machines": self.machines, "world_size": self.world_size}
         return found | ({"split": self.split} if self.split else {})
 
     @property
     def varies(self) -> bool:
-        """True where large sums are added in order of arrival, so that they differ each time."""
+        """True if large sums differ each time, because they are added in order of arrival."""
         return self.fabric_kind == "jaccl mesh" and self.world_size > 2 and not self.split
 
 
 def agreement(machines: Sequence[str]) -> str:
-    """Return how ranks agree: unlike chips or systems may round a draw otherwise, so rank 0 makes it."""
+    """Return how ranks agree: different chips or systems may round a draw differently, so rank 0 draws."""
     return "broadcast-draws" if len(set(machines)) > 1 else "auto"
 
 
 class EpochWatch:
-    """Takes in all that the ranks of one epoch report, and finds the cause of its failure.
+    """Receiver of the reports of one epoch's ranks, which finds the cause of its failure.
 
-    `failed` resolves to that cause, as `explain` words it. `on_event` gets the events of rank 0. `hub` is for
-    groups over JACCL; `tell` brings its replies to the ranks.
+    `failed` resolves to that cause, worded by `explain`. `on_event` gets the events of rank 0. Groups over
+    JACCL have a `hub`; `tell` sends its replies to the ranks.
     """
 
     def __init__(
@@ -157,23 +157,22 @@ class EpochWatch:
         self._grace_s = grace_s
         self._hub = hub
         self._tell = tell
-        self._late: asyncio.TimerHandle | None = None  #: Ends a round of JACCL that not all come to.
+        self._late: asyncio.TimerHandle | None = None  #: Ends an incomplete round of the side channel.
         self._background = Background(self._bug)
         self._closed = False
 
     def start(self, health: RankHealth, every_s: float) -> None:
-        """Have `health` judge the ranks."""
         self.health = health
         self._background.start(self._judge(health, every_s), "heartbeat")
 
     def formed(self) -> None:
-        """No round of JACCL's all-gather follows."""
+        """End the side channel."""
         self._hub = None
         if self._late is not None:
             self._late.cancel()
 
     def close(self) -> None:
-        """Ignore failures from now on: the epoch is about to end."""
+        """Ignore all later failures: the epoch is about to end."""
         self._closed = True
         self.formed()
         for task in self._background.tasks:
@@ -185,7 +184,7 @@ class EpochWatch:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Allow forwards the time of warming up meanwhile. The group must be proven."""
+        """Allow forwards the time for warming up. The group must be proven."""
         assert self.health is not None
         self.health.warming_up = True
         try:
@@ -198,7 +197,7 @@ class EpochWatch:
             self.health.received_pong(rank, pong, time.monotonic())
 
     def report(self, report: FailureReport) -> None:
-        """Take in a failure of a rank. The epoch ends `grace_s` later; until then ranks report causes."""
+        """Take in a failure of a rank. The epoch fails `grace_s` later, so ranks can report the cause."""
         theirs = sum(each.rank == report.rank for each in self.reports)
         if self._closed or self.failed.done() or theirs >= MAX_REPORTS:
             return
@@ -239,7 +238,7 @@ class EpochWatch:
 
 
 class ProcessGroup:
-    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0."""
+    """One epoch. `failed` resolves to the cause of its failure; `on_event` gets the events of rank 0."""
 
     def __init__(
         self,
@@ -272,21 +271,19 @@ class ProcessGroup:
         ]
         self.endpoints = self.group.endpoints(self.watch)
         self._ranks: tuple[RankProcess | RemoteRank, ...] = (*self.processes, *self.endpoints)
-        #: Most bytes of KV caches on each rank, beside the setting's; 0 for no bound.
-        self.kv_bytes = 0
+        self.kv_bytes = 0  #: Limit of KV caches on each rank, in addition to the setting's; 0 for none.
         self._prepared: list[Prepared] = []  #: Replies of all ranks, in rank order.
-        #: True while MLX's ring forms or proves itself, so that a stranger may be in it.
-        self.at_ring = False
+        self.at_ring = False  #: True while MLX's ring forms or proves itself: a stranger may be in it.
         self._over = False
 
     # --- from spawn to a proven group ----------------------------------------------------------------
 
     async def start(self) -> None:
-        """Spawn the ranks and bring them to a proven group. When it raises MlxtpError, call `kill`."""
+        """Spawn the ranks and bring them to a proven group. If it raises MlxtpError, call `kill`."""
         try:
             make_epoch_folder(self._folder, needed=self.group.world_size > 1)
             addresses = await self._spawn()
-        except OSError as error:  # for instance an address of a cable that was pulled
+        except OSError as error:  # such as for the address of an unplugged cable
             detail = f"ranks cannot be started on this Mac: {error}"
             raise GroupError(detail, Code.FORM_FAILED) from None
         self._on_stage("spawned")
@@ -305,10 +302,10 @@ class ProcessGroup:
             process.beat()
 
     async def _spawn(self) -> tuple[str, ...]:
-        """Start every rank process; return the address at which each finds rank 0 ("ip:port")."""
+        """Start every rank process; return each rank's addresses for rank 0 ("ip:port,ip:port")."""
         hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
         here = {address for host in hosts[1:] or hosts for address in host.split(",")}
-        # Where the others know this machine by several addresses, rank 0 listens on all of them.
+        # If other Macs use several addresses of this one, rank 0 listens on all.
         several, secure = self.group.world_size > 1, bool(self.group.pins)
         fabric = self.group.fabric if several else ""
         listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if several else None
@@ -365,7 +362,6 @@ class ProcessGroup:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Names of the Macs, in rank order."""
         here = (self._settings.name or "here",) * len(self.processes)
         return (*here, *(endpoint.name for endpoint in self.endpoints))
 
@@ -376,16 +372,14 @@ class ProcessGroup:
         return self.processes[0]
 
     def send(self, message: Message) -> None:
-        """Send a message to rank 0. Raises LinkError when it is gone."""
+        """Send a message to rank 0. Raises LinkError if it is gone."""
         self.leader.send(message)
 
     async def load(
         self, path: str, eos: tuple[int, ...], draft_path: str = "", counted: tuple[CountedShare, ...] = ()
     ) -> Loaded:
-        """Load a model on every rank. `counted`: as in LoadShard.
-
-        Raises ModelError with the text of each rank that refused it, or GroupError where one has too little
-        memory; the group stays usable.
+        """Load a model on every rank, as in LoadShard. Raises ModelError with the texts of ranks that refused
+        it, or GroupError if one has too little memory; the group stays usable.
         """
         settings = self._settings
         paths = tuple(each.path or path for each in self._prepared) if self.endpoints else ()
@@ -407,10 +401,7 @@ class ProcessGroup:
             raise self._explained(error) from error
 
     async def budget(self, kv_bytes: int, *, clear: bool = False) -> Loaded:
-        """Change `kv_bytes` while a model is loaded, and `clear` kept caches. One call at a time.
-
-        Returns the room that is in force; see `KvBudget`.
-        """
+        """Change `kv_bytes` of a loaded model and `clear` kept caches, as in KvBudget. One call at a time."""
         self.kv_bytes = kv_bytes
         return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes), clear), Loaded, None)
 
@@ -418,23 +409,23 @@ class ProcessGroup:
         await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
-        """Time collectives on all ranks, which must have nothing else to do; see `TimeCollectives`."""
+        """Time collectives on all ranks, which must be idle; see `TimeCollectives`."""
         return await self._ask(TimeCollectives(kind, size, rounds), CollectivesTimed, None)
 
     async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
-        """Send a command to rank 0. Return its reply, or raise the epoch's failure if that comes first."""
+        """Send a command to rank 0. Return its reply; raises as `unless_failed`."""
         self.send(command)
         what = f"reply to {type(command).__name__}"
         return await self.unless_failed(self.leader.reply(expected), deadline_s, what)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
-        """Return the result of `work`. Raises the epoch's failure if that comes first, GroupError if late."""
+        """Return the result of `work`. Raises the epoch's failure if that is earlier, GroupError if late."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
         try:
             await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            task.cancel()  # unless it is done; also when the agent stops meanwhile
+            task.cancel()  # also if the agent stops meanwhile
         if task.done():
             error = task.exception()
             if not (isinstance(error, MlxtpError) and is_consequence(error.code, error.detail)):
@@ -447,7 +438,6 @@ class ProcessGroup:
         raise GroupError(f"the ranks did not {what} within {deadline_s:g} s", Code.LINK_TIMEOUT)
 
     def give_up(self, error: MlxtpError) -> None:
-        """End the epoch: these ranks must not get another request, or are needed for another plan."""
         self.watch.report(FailureReport(0, error))
 
     def lost(self, node_id: str, detail: str) -> None:
@@ -456,7 +446,7 @@ class ProcessGroup:
                 endpoint.lost(detail)
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
-        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
+        """Add the name of the rank's Mac, and the meaning of JACCL's text."""
         detail = with_name(cause.detail, self._names if self.endpoints else ())
         why = explain_crash(detail) if self.group.backend == "jaccl" else None
         if cause.code is Code.FORM_FAILED:
@@ -468,7 +458,7 @@ class ProcessGroup:
     # --- ending --------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """End in order: rank 0 ends the others' loops, then every process leaves by itself. Then `kill`."""
+        """End in order: rank 0 ends the other ranks' loops, and every process exits. Then `kill`."""
         if self._over:
             return
         self.watch.close()
@@ -487,10 +477,10 @@ class ProcessGroup:
                 await self._keep(ends, cause)
 
     async def kill(self, cause: MlxtpError | None = None) -> MlxtpError | None:
-        """End what is left, here and elsewhere. Records are kept of a failure, but not of an intended end.
+        """End all remaining ranks, and keep the records of a failure.
 
-        `cause` is the reason, if no rank reported it: a model that was refused, a golden proof, a bug. It is
-        returned with the memory that ranks which had to be killed may have lost.
+        `cause` is the reason if no rank reported it: a refused model, a golden proof, a bug. Returns it with
+        the memory that killed ranks may have stranded.
         """
         ends = await self._end()
         if not self._over:
@@ -526,7 +516,7 @@ def _least(*bounds: int) -> int:
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Return the results of all `work`. When one raises, the others are cancelled."""
+    """Return the results of all `work`. If one raises, cancel the rest."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""One rank of a group, as its agent drives it: a process of this Mac, or one on another Mac."""
+"""A rank of a group, driven by its agent: a process of this Mac, or one on another Mac."""
 
 from __future__ import annotations
 
@@ -76,22 +76,21 @@ from .warm_pool import WarmPool
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
-END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
-EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
+END_GRACE_S = 4.0  #: Seconds to wait for another agent to end its rank.
+EXIT_S = 1.0  #: seconds from the end of a pipe to its process's exit
 _CLOSED = -1
-MAX_REPORTS = 8  #: Reports kept of each rank: the first ones name the cause.
+MAX_REPORTS = 8  #: Reports kept of each rank: the first reports name the cause.
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
 R = TypeVar("R", bound=Message)
-#: Words of another agent about a rank that it runs for this one.
+#: Another agent's reports about a rank that it runs for this agent.
 RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
 
 
 class Watcher(Protocol):
-    """Receiver of a rank's messages and failures. `emitted` gets the events of rank 0.
-
-    `side` gets a rank's bytes for a round of JACCL's all-gather.
+    """Receiver of a rank's messages and failures: rank 0's events in `emitted`, bytes for a round of JACCL's
+    all-gather in `side`.
     """
 
     def received_pong(self, rank: int, pong: Pong) -> None: ...
@@ -101,7 +100,7 @@ class Watcher(Protocol):
 
 
 class RankProcess:
-    """One rank process, from its spawn to its end. `folder` is for files that live as long as the epoch."""
+    """One rank process, from spawn to exit. `folder` is for the epoch's files."""
 
     def __init__(
         self,
@@ -123,10 +122,10 @@ class RankProcess:
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._background = Background(self._bug)
         self._ending = False
-        self._leaves = asyncio.Event()  #: Set once its last message came: it ends by itself, or has.
+        self._leaves = asyncio.Event()  #: Set at its last message, or its exit.
         self._recording = folder / f"rank-{rank}.recording"
-        self.recorder = _CLOSED  #: Descriptor of its memory.
-        self._port: socket.socket | None = None  #: Bound to its port on MLX's ring, and does not listen.
+        self.recorder = _CLOSED  #: Descriptor of its recorder's memory.
+        self._port: socket.socket | None = None  #: Bound to its port on MLX's ring; does not listen.
         self._end = RankEnd(rank)
 
     @property
@@ -137,10 +136,10 @@ class RankProcess:
     async def prepare(
         self, fabric: str, listener: socket.socket | None = None, *, secure: bool = True
     ) -> Prepared:
-        """Start the process, and greet it. Raises OSError, and GroupError (NOT_AUTHENTIC) for another one.
+        """Start the process, and greet it. Raises OSError, and GroupError (NOT_AUTHENTIC).
 
-        `fabric` is its address on MLX's ring, empty without one. `listener` is for decode links, which are
-        `secure` by this node's certificate.
+        `fabric` is its address on MLX's ring, or empty. `listener` is for decode links, which use TLS if
+        `secure`.
         """
         prepared = Prepared(self._epoch, self._hold_port(fabric) if fabric else "", "")
         folder = self._recording.parent
@@ -169,9 +168,8 @@ class RankProcess:
         return prepared
 
     def _hold_port(self, host: str) -> str:
-        """Return the address of a free port of `host`, which no other program gets. Raises OSError.
-
-        MLX's ring does get it, because its socket has SO_REUSEPORT as well.
+        """Reserve a free port of `host` for MLX's ring (whose socket also has SO_REUSEPORT), and return its
+        address. Raises OSError.
         """
         self._port = socket.socket()
         try:
@@ -183,9 +181,8 @@ class RankProcess:
         return f"{host}:{self._port.getsockname()[1]}"
 
     async def join(self, bootstrap: Bootstrap) -> bool:
-        """Send it its group, wait for its decode links, and return True if its MLX has JACCL.
-
-        This Mac chooses the folder of its caches; a bootstrap of another one has none.
+        """Send it its group and this Mac's folder for caches, and wait for its decode links. Return True if
+        its MLX has JACCL.
         """
         disk = room_in(self._settings.home, self._settings.cache_disk)
         self._end.key, self._end.jaccl = bootstrap.epoch_key, bootstrap.backend == "jaccl"
@@ -195,17 +192,17 @@ class RankProcess:
         return done.jaccl
 
     def forms(self, bootstrap: Bootstrap) -> None:
-        """Count what it is about to take of RDMA devices, until it has given that back."""
+        """Count the RDMA domains that it is about to take, until it gives them back."""
         self._end.formed = self._settings.home, bootstrap
         count_formation(*self._end.formed)
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises LinkError when the process is gone."""
+        """Send a message. Raises LinkError if the process is gone."""
         assert self._connection is not None
         self._connection.send(message)
 
     async def reply(self, expected: type[R]) -> R:
-        """Return the one reply to a command. Raises the error that it reports instead."""
+        """Return the reply to a command. Raises the error that the rank reports instead."""
         reply = await self._replies.get()
         if isinstance(reply, Error):
             raise _error(reply.code, reply.detail)
@@ -218,7 +215,6 @@ class RankProcess:
             self.send(message)
 
     def beat(self) -> None:
-        """Ask it for heartbeats from now on, until its end."""
         self._background.start(self._beat(), f"heartbeats of rank {self.rank}")
 
     async def _beat(self) -> None:
@@ -227,15 +223,15 @@ class RankProcess:
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
     async def shut_down(self) -> None:
-        """End it in order, and wait for its last message. `kill` waits for the end of its process."""
+        """End it in order, and wait for its last message. `kill` waits for its exit."""
         self._ending = True
         self.send(Shutdown())
         await self._leaves.wait()
 
     async def kill(self) -> RankEnd:
-        """End what is left: SIGTERM, then SIGKILL. Return how it ended. May be repeated.
+        """End the process: SIGTERM, then SIGKILL. Return how it ended. May be called again.
 
-        A rank that replies ends by itself and has time to free its memory; one that does not is wedged.
+        A rank that replies to SIGTERM gets time to exit and free its memory. Otherwise it is wedged.
         """
         self._ending = True
         process, end = self._process, self._end
@@ -244,7 +240,7 @@ class RankProcess:
             if not self._leaves.is_set():
                 end.asked_at = time.monotonic()
                 with contextlib.suppress(ProcessLookupError):
-                    # process.terminate() reaps one that has just ended, and asyncio loses its status.
+                    # process.terminate() may reap the process, and asyncio would lose its status.
                     os.kill(process.pid, signal.SIGTERM)
                 if self._connection is not None:
                     self.tell(Ping())
@@ -290,7 +286,7 @@ class RankProcess:
                     self._dispatch(connection, received.message)
         except MlxtpError as error:
             code = Code.RANK_LOST if isinstance(error, LinkError) else error.code
-            if code is Code.RANK_LOST:  # its process ends as well, and its exit status reveals more
+            if code is Code.RANK_LOST:  # its process also ends, and its exit status reveals more
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(EXIT_S):
                         await self._leaves.wait()
@@ -300,7 +296,7 @@ class RankProcess:
         match message:
             case Pong():
                 self._warm_pool.received_pong(message)
-                if not self._ending:  # a Pong woken by SIGTERM does not show how long it was silent
+                if not self._ending:  # a Pong after SIGTERM would hide how long it was silent
                     self._end.pong, self._end.pong_at = message, time.monotonic()
                 elif self._end.asked_at:
                     self._leaves.set()
@@ -324,14 +320,14 @@ class RankProcess:
         status = await process.wait()
         try:
             self._end.ended_at = time.monotonic()
-            # Its last heartbeat is up to a beat old; its memory has the phase in which it ended.
+            # Its last heartbeat is up to a beat old; its recording has the last phase.
             recording = decode(read_recording(self.recorder)) if self.recorder != _CLOSED else None
             phase = self._end.pong.phase if self._end.pong is not None else ""
             words, phase = (recording.detail, recording.phase or phase) if recording else ("", phase)
             self._report(exit_report(self.rank, status, code_of_exit(status), words, phase))
         finally:
             self._leaves.set()
-            # A pending reply fails; the reason is in the report.
+            # Fail a pending reply; the report has the reason.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
 
     def _report(self, report: FailureReport) -> None:
@@ -339,7 +335,7 @@ class RankProcess:
             self._watcher.report(report)
 
     def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
-        """Report a bug in a task of ours: it must not leave a rank unwatched."""
+        """Report a bug in a task here: it must not leave a rank unwatched."""
         about = {"epoch": self._epoch, "rank": self.rank}
         log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
         bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
@@ -347,9 +343,8 @@ class RankProcess:
 
 
 class RemoteRank:
-    """A rank on another Mac, whose `name` is for users. Its agent's words come to `received`.
-
-    `send` brings a message to that agent, and raises LinkError when it is gone.
+    """A rank on another Mac, called `name`. `received` takes its agent's reports. `send` sends to that agent,
+    and raises LinkError if it is gone.
     """
 
     def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
@@ -364,7 +359,7 @@ class RemoteRank:
         self._asked = False
 
     async def prepare(self) -> Prepared:
-        """Have its process started. A failure is reported, and ends the epoch and this wait."""
+        """Have its process started. A reported failure ends the epoch and this wait."""
         self._asked = True
         return await self._ask(self._order, Prepared)
 
@@ -379,8 +374,8 @@ class RemoteRank:
         await self._end(in_order=True)
 
     async def kill(self) -> None:
-        """End it at once. Returns also when its agent no longer replies. May be repeated."""
-        with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
+        """End it at once, but do not wait longer than END_GRACE_S. May be called again."""
+        with contextlib.suppress(TimeoutError):  # it ends with its agent's link
             async with asyncio.timeout(END_GRACE_S):
                 await self._end(in_order=False)
 
@@ -390,7 +385,7 @@ class RemoteRank:
         try:
             self._send(EndEpoch(self.epoch, in_order))
         except MlxtpError:
-            return  # without its link the other agent ends it by itself
+            return  # without a link, the other agent ends it
         await self._ended.wait()
 
     async def _ask(self, order: Message, expected: type[R]) -> R:
@@ -415,7 +410,7 @@ class RemoteRank:
                 self._watcher.received_pong(self.rank, message.pong)
             case RankTrouble():
                 detail = message.detail
-                if rank_in(detail) in (None, self.rank):  # another rank's Mac is named by `with_name`
+                if rank_in(detail) in (None, self.rank):  # `with_name` names other ranks' Macs
                     detail = f"{self.name}: {detail}"
                 error = _error(message.code, detail)
                 self._watcher.report(FailureReport(self.rank, error, message.outside))
@@ -427,7 +422,6 @@ class RemoteRank:
                 self._answer.set_result(message)
 
     def lost(self, detail: str) -> None:
-        """Report that its Mac is lost, once."""
         if not self._ended.is_set():
             self._ended.set()
             error = GroupError(detail, Code.RANK_LOST)
@@ -440,17 +434,15 @@ def _error(code: str, detail: str) -> MlxtpError:
 
 
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:
-    """Return the folder of an epoch's files. The agent removes it, since a killed rank cleans up nothing.
-
-    `host`: node id of an owner on another machine, which has numbers of its own.
+    """Return the folder of an epoch's files; the agent removes it, because a killed rank would not. `host` is
+    the node id of an owner on another machine, whose epochs have their own numbers.
     """
     return home / "run" / "-".join(filter(None, ("epoch", str(epoch), host[:8])))
 
 
 def make_epoch_folder(folder: Path, *, needed: bool) -> None:
-    """Create the folder. Raises GroupError (FORM_FAILED).
-
-    Several ranks need it, for MLX's file of hosts; one alone goes on without it on a full disk.
+    """Create the folder. Raises GroupError (FORM_FAILED). Several ranks need it, for MLX's file of hosts; a
+    single rank can run without it on a full disk.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -462,7 +454,7 @@ def make_epoch_folder(folder: Path, *, needed: bool) -> None:
 
 
 def with_stranded(cause: MlxtpError, ends: Iterable[RankEnd]) -> MlxtpError:
-    """Return the cause of a failure with the memory that ended ranks may have lost, if any."""
+    """Return the cause of a failure with the memory that ended ranks may have stranded, if any."""
     if stranded := sum(end.stranded_bytes for end in ends):
         words = f"{stranded / 1e9:.0f} GB may be stranded until this Mac restarts"
         return type(cause)(f"{cause.detail.rstrip('.')}; {words}", cause.code)
@@ -470,7 +462,7 @@ def with_stranded(cause: MlxtpError, ends: Iterable[RankEnd]) -> MlxtpError:
 
 
 async def keep_failure(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> None:
-    """Keep the records of a failed epoch. A full disk does not keep the next epoch from coming."""
+    """Keep the records of a failed epoch, and log if that fails."""
     about = {"epoch": failed.epoch}
     try:
         folder = await asyncio.to_thread(failure_store.keep, home, failed, ends)

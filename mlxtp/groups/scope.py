@@ -1,4 +1,4 @@
-"""Facts of one group: its purpose, its epoch here, its reports. `group` has the parts that act on them."""
+"""Facts of one group: its purpose, its epoch here, its reports. The parts in `group` act on them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ MIB = 1 << 20
 
 
 class GroupScope:
-    """Facts about one group. `plan` is that of its epoch, where this node forms or runs one."""
+    """Facts about one group. `plan` is the plan of its epoch, if this node forms or runs one."""
 
     def __init__(self, group: str, node: ClusterNode, models: LocalModels, supervisor: Supervisor) -> None:
         self.group = group
         self.deployment, _, index = group.rpartition("#")
         self.index = int(index or 0)
         self.assignment = GroupAssignment(group, self.deployment)
-        #: Claim of the coordinator whose assignment it is. Two coordinators apart may have had one term.
+        #: Claim of the assigning coordinator: two coordinators may have had the same term.
         self.assigned_in = NO_CLAIM
         self.plan: EpochPlan | None = None
         self.waiting = ""  #: Reason why this owner has no epoch.
         self.node = node
         self.supervisor = supervisor
         self._models = models
-        self._meter = RateMeter()  #: Of tokens of the group.
+        self._meter = RateMeter()
 
-    # --- what it is for ------------------------------------------------------------------------------
+    # --- purpose -------------------------------------------------------------------------------------
 
     @property
     def row(self) -> Deployment | None:
@@ -70,20 +70,20 @@ class GroupScope:
     # --- reports -------------------------------------------------------------------------------------
 
     def broadcast(self) -> None:
-        """Have all members know the present report, or that this node has no such group."""
+        """Publish this node's report of the group, or that it has none."""
         table, serving = self.node.links.reports, self.serving()
         rest = [each for each in table.by(self.node.node_id, Serving) if each.group != self.group]
         table.publish(Serving, *rest, *([serving] if serving is not None else []))
 
     def serving(self) -> Serving | None:
-        """Return this node's report of the group; None if it is of another node."""
+        """Return this node's report of the group; None if another node owns it."""
         plan, supervisor, status = self.plan, self.supervisor, self.supervisor.status
         if plan is None:
             return self._without_epoch() if self.owned and self.row is not None else None
         served, now = supervisor.gateway.deployments, time.monotonic()
         work, form = served.work_of(self.group), plan.order.form
         state, requests, info = status.state, served.open_at(self.group), supervisor.info
-        if not supervisor.has_ranks:  # it is about to begin, or is over
+        if not supervisor.has_ranks:  # the epoch is about to begin, or is over
             state, requests, info = ServingState.RESTARTING, 0, None
         reason = status.reason.detail if status.reason is not None else ""
         if state is ServingState.LOADING:
@@ -122,13 +122,12 @@ class GroupScope:
         return replace(self._report(status.state, error.detail), broken=of_the_model(error))
 
     def _report(self, state: ServingState, why: str) -> Serving:
-        """Return a report without ranks and model."""
         row, epoch = self.row, self.supervisor.status.epoch
         ends = (row.version if row is not None else 0, 0, 0, (), 0, (), self.group, self.deployment)
         return Serving(epoch, str(state), why, "none", "", (), 0, "", *ends)
 
     def held_bytes(self, node_id: str) -> int:
-        """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""
+        """Return the memory of this group's ranks on a Mac, in bytes: its next epoch may use it."""
         told = sum(held_by(each).get(node_id, 0) for _, each in self.reports())
         return in_steps(self._held_here(node_id) + told)
 
@@ -140,18 +139,17 @@ class GroupScope:
         return pong.stats.memory_bytes if pong is not None else 0
 
     def reports(self) -> list[tuple[str, Serving]]:
-        """Return the reports of other owners of this group."""
         told = self.node.links.reports.others(Serving)
         return [(owner, serving) for owner, serving in told if serving.group == self.group]
 
     # --- epochs, for decisions -----------------------------------------------------------------------
 
     def running(self) -> FormEpoch | None:
-        """Return the epoch that this node owns; None while it has none."""
+        """Return the epoch that this node owns, if any."""
         return self.plan.order if self.plan is not None and self.supervisor.status.in_epoch else None
 
     def others(self) -> dict[str, int]:
-        """Return the open requests of the epochs that are ready elsewhere, by the node of rank 0."""
+        """Return the open requests of ready epochs elsewhere, by owner."""
         return {
             owner: each.open_requests
             for owner, each in self.reports()
@@ -160,6 +158,6 @@ class GroupScope:
 
 
 def held_by(serving: Serving) -> dict[str, int]:
-    """Return the bytes that ranks of a reported group hold, by node id."""
-    held = zip(serving.participants, serving.held_mib, strict=False)  # none before all have loaded
+    """Return the memory of a reported group's ranks in bytes, by node id."""
+    held = zip(serving.participants, serving.held_mib, strict=False)  # empty before all have loaded
     return {node_id: mib * MIB for node_id, mib in held}

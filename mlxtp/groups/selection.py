@@ -1,7 +1,7 @@
-"""Selection of models that users name: checked, and brought here before others are unloaded for them.
+"""Selection of models by users: each is checked, and fetched before it replaces other models.
 
-The agent that received the request keeps those on their way in its memory. One that is to replace all others
-counts no longer once a deployment was added or changed otherwise.
+The agent that received the request keeps pending selections in memory. A selection that replaces all others
+lapses if another deployment is added or changed meanwhile.
 """
 
 from __future__ import annotations
@@ -26,24 +26,20 @@ from .machines import Machines, contradiction
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-SILENT_S = 5.0  #: Seconds that members may take to report that a model is on its way to them.
+SILENT_S = 5.0  #: Seconds for members to report that they are getting a model.
 
 
 @dataclass(slots=True, eq=False)
 class SelectedModel:
-    """A model from the request for it until it is deployed. `asked`: what else was requested of that.
-
-    `before` is the table then. `replaces`: all other deployments end for it. `servable` is None until it is
-    checked, and if only another member has it. `comes_as` is the name under which its files come.
-    """
+    """A requested model until it is deployed."""
 
     name: str
-    asked: Mapping[str, Any]
-    before: DeploymentTable
-    replaces: bool
-    servable: Servable | None = None
-    comes_as: str = ""
-    coming: bool = False  #: True while members that lack its files get them; it is deployed after that.
+    asked: Mapping[str, Any]  #: Other requested properties of the deployment.
+    before: DeploymentTable  #: The table at the time of the request.
+    replaces: bool  #: All other deployments end.
+    servable: Servable | None = None  #: None until checked, and if only another member has the model.
+    comes_as: str = ""  #: Name of the files in transfers.
+    coming: bool = False  #: True while members get its files; it is deployed after that.
     error: MlxtpError | None = None  #: Why it could not be served.
 
     @property
@@ -57,11 +53,11 @@ class ModelSelection:
         self._node = node
         self._transfers = transfers
         self._machines = machines
-        self._selected: dict[str, SelectedModel] = {}  #: By the name that a user gave.
+        self._selected: dict[str, SelectedModel] = {}  #: By the user's name for it.
         self._background = Background()
 
     def progress(self) -> list[str]:
-        """Return the models that come to this Mac, for people: those to serve, and other downloads."""
+        """Return lines for people on pending selections and other downloads to this Mac."""
         lines, shown = [], {row.model for row in self._node.desired.table.live()}
         for each in self._selected.values():
             if each.error is not None:
@@ -79,17 +75,17 @@ class ModelSelection:
     # --- for users -----------------------------------------------------------------------------------
 
     async def serve(self, model: str, *, replace: bool = False, **asked: Any) -> SelectedModel:
-        """Add a deployment of `model`, or change it, as `DesiredDeployments.serve` has it.
+        """Add or change a deployment of `model`, as `DesiredDeployments.serve`; `replace`: end all others.
 
-        With `replace` all others end. If its files have to come first, it is still `coming`, and until then
-        they go on. Raises UserError, and changes nothing, if it is known that the model cannot be served.
+        If its files are missing, it is `coming`, and the others end only once it is deployed. Raises
+        UserError, and changes nothing, for a model that cannot be served.
         """
         node, table = self._node, self._node.desired.table
         self._selected = {
             name: each for name, each in self._selected.items() if not (replace or each.replaces)
         }
         if node.desired.has(model, replace=replace, **asked):
-            node.desired.serve(model, replace=replace, **asked)  # as long as a model is lacking: try again
+            node.desired.serve(model, replace=replace, **asked)  # retries if a model is missing
             return SelectedModel(model, asked, table, replace)
         others = [row for row in table.live() if row.model != model]
         selected = self._selected[model] = SelectedModel(model, asked, table, replace, comes_as=model)
@@ -116,16 +112,13 @@ class ModelSelection:
         return self._want(selected)
 
     def cancel(self, model: str = "") -> list[str]:
-        """Cancel the selection of a model that is unloaded, or of all. Return the names of pending ones.
-
-        Downloads go on.
-        """
+        """Cancel the selection of a model, or all. Return the names of pending ones. Downloads continue."""
         gone = [name for name in self._selected if not model or name_of(name) == name_of(model)]
         return [name for name in gone if self._selected.pop(name).error is None]
 
     def _want(self, selected: SelectedModel) -> SelectedModel:
         self._node.desired.serve(selected.name, replace=selected.replaces, **selected.asked)
-        self._drop(selected)  # from now on the table has it
+        self._drop(selected)  # the table has it now
         return selected
 
     def _drop(self, selected: SelectedModel) -> None:
@@ -133,12 +126,12 @@ class ModelSelection:
             del self._selected[selected.name]
 
     def _is_outdated(self, selected: SelectedModel) -> bool:
-        """Return True if a later selection counts instead, or what it replaces has changed and not gone."""
+        """Return True after a later selection, or if it replaces others and any was added or changed."""
         later = set(self._node.desired.table.live()) - set(selected.before.live())
         return bool(selected.replaces and later) or self._selected.get(selected.name) is not selected
 
     async def _inspect(self, model: str) -> Servable | None:
-        """Look at a model on this disk, else on the Hub; None if it is complete on another member's only."""
+        """Inspect a model on this disk or the Hub; None if only another member has all of it."""
 
         def look() -> Servable | None:
             if elsewhere and hub_folder(model) is None:
@@ -154,14 +147,14 @@ class ModelSelection:
             ) from None
 
     def _lacks(self, selected: SelectedModel) -> bool:
-        """Return whether the members that have all of it already cannot serve it."""
+        """Return True if the members with all of its files cannot serve it."""
         servable = selected.servable
         if servable is None or servable.folder is None:
             return True
         return self._no_place(selected, {self._node.node_id, *self._who_have(servable.name)}) != ""
 
     def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
-        """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""
+        """Return why no Macs (of `only`) could serve the model, even if they served nothing else."""
         assert selected.servable is not None
         return self._machines.no_place(selected.servable.shape, self._row(selected), only)
 
@@ -172,7 +165,7 @@ class ModelSelection:
         return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]
 
     async def _bring(self, selected: SelectedModel) -> None:
-        """Get a model to all members, and deploy it alone if those that have it can serve it."""
+        """Get a model to all members, and replace all deployments with it if they can serve it."""
         try:
             known = selected.servable.manifest if selected.servable is not None else None
             name = await self._transfers.pull(selected.name, everywhere=True, known=known)
@@ -191,12 +184,12 @@ class ModelSelection:
                 self._drop(selected)
 
     async def _lack_once_here(self, selected: SelectedModel) -> str:
-        """Wait for the files. Return the reason why the members that have them cannot serve the model."""
+        """Wait for the files. Return why the members that have them cannot serve the model, or empty."""
         loop = asyncio.get_running_loop()
         began, over = loop.time(), False
         rows: list[dict[str, Any]] = []
         while not (over or self._is_outdated(selected)):
-            await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports
+            await asyncio.sleep(LOOK_S)  # first, for other members' reports
             rows = self._transfers.progress(selected.comes_as)
             silent = not rows or (len(rows) == 1 and self._node.links.nodes())
             ended = all(row["complete"] or row["problem"] for row in rows)

@@ -1,7 +1,6 @@
-"""Sleep of this Mac. While it sleeps its agent stands still and the others go on without it.
+"""Sleep of this Mac. Its agent's timers use a clock that stops meanwhile; a second clock shows how long.
 
-Its own timers do not notice: they run on a clock that stands still as well. A second clock, which goes on,
-shows how long it slept. A Mac that serves stays awake, unless a setting allows sleep.
+A Mac that serves stays awake, unless a setting allows sleep.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 NAP_S = 2.0  #: Seconds; a shorter sleep has no effect on other Macs.
 
-#: Keeps a Mac from sleeping by itself for as long as the command runs; a closed lid still makes it sleep.
+#: Prevents idle sleep while it runs. A Mac still sleeps when its lid is closed.
 CAFFEINATE = ("/usr/bin/caffeinate", "-i")
 
-#: The two clocks of each system, in the order of `Clocks`.
 _MACS, _LINUX = ("CLOCK_UPTIME_RAW", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_BOOTTIME")
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Readings in seconds: `awake` stands still while the machine sleeps, `all` goes on."""
+    """Readings in seconds: `awake` stops while the machine sleeps, `all` does not."""
 
     awake: float
     all: float
@@ -41,7 +39,7 @@ def clocks() -> Clocks:
 
 
 def slept_s(before: Clocks, after: Clocks) -> float:
-    """Return the seconds that the machine slept between two readings; 0 for less than NAP_S."""
+    """Return the seconds of sleep between two readings; 0 for less than NAP_S."""
     slept = (after.all - before.all) - (after.awake - before.awake)
     return slept if slept >= NAP_S else 0.0
 
@@ -55,7 +53,7 @@ class KeepAwake:
         self._failed = False
 
     async def hold(self, wanted: bool) -> None:
-        """Start the process or end it, as needed. A failure is logged once."""
+        """Start or end the process, as needed. Logs a failure once."""
         process = self._process
         if process is not None and process.returncode is not None:
             log.warning("%s ended with %d: this Mac may fall asleep", self._command[0], process.returncode)
@@ -86,7 +84,7 @@ async def watch_sleep(
     keep_awake: KeepAwake | None,
     read: Callable[[], Clocks] = clocks,
 ) -> None:
-    """Call `woke` with the seconds of each sleep. `keep_awake` has its effect while this Mac `serves`."""
+    """Call `woke` with the seconds of each sleep. Hold `keep_awake` while this Mac `serves`."""
     before = read()
     try:
         while True:

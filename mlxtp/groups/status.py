@@ -1,4 +1,4 @@
-"""State of one group, as this agent shows it: that of its own epoch, else what the group's owner reports."""
+"""State of one group, as this agent shows it: from its own epoch, else from the owner's reports."""
 
 from __future__ import annotations
 
@@ -16,31 +16,27 @@ from .process_group import EpochGroup, ProcessGroup
 
 log = logging.getLogger(__name__)
 
-#: States in which an agent takes requests or would; while it drains it shows DRAINING instead.
+#: States that an agent shows as DRAINING while it drains.
 _DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
 
 _BEFORE_READY = frozenset(ServingState) - {*SERVES, ServingState.FAILED, ServingState.STOPPED}
 
 
 class GroupStatus:
-    """The state machine of this agent's epochs of a group, and all that users see of the group."""
+    """State machine of this agent's epochs of a group, and users' view of the group."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.leaving = ""  #: Reason why the group takes no new requests; empty while it does.
+        self.leaving = ""  #: Why the group takes no new requests; empty while it does.
         self.state = ServingState.STARTING
-        #: State of this agent's own epochs; `state` may be that of a group elsewhere.
-        self._own = ServingState.STARTING
-        #: True while this agent owns ranks, is about to, or still ends them.
-        self.in_epoch = False
+        self._own = ServingState.STARTING  #: State of this agent's epochs; `state` may be an owner's report.
+        self.in_epoch = False  #: This agent owns ranks, is about to, or still ends them.
         self.epoch = 0
         self.group: EpochGroup | None = None  #: The ranks of the present epoch, or of the last one.
-        #: This agent's ranks, from when they are proven until they fail.
-        self.ranks: ProcessGroup | None = None
-        self.reason: MlxtpError | None = None  #: Reason why it is not ready, or why the last epoch ended.
+        self.ranks: ProcessGroup | None = None  #: This agent's ranks, once proven, until they fail.
+        self.reason: MlxtpError | None = None  #: Why it is not ready, or why the last epoch ended.
         self.wanted = ""  #: The model to serve; empty while something prevents it.
-        #: True while the next epoch has to wait after a failure: then the state is about the failed one.
-        self.resting = False
-        self.weight_bytes = 0  #: File bytes of the model that is loaded, or being loaded; 0 if unknown.
+        self.resting = False  #: After a failure, the next epoch waits: `state` is the failed epoch's.
+        self.weight_bytes = 0  #: Bytes of the model's files; 0 if unknown.
         self.history = History()
         self.recoveries = Recoveries()
         self._gateway = gateway
@@ -51,7 +47,7 @@ class GroupStatus:
         self.epoch, self.group = epoch, group
         self.history.began(_story(epoch, group, model), time.monotonic())
         if self._own is not ServingState.RESTARTING and self._own is not ServingState.FAILED:
-            self.reason = None  # that of the wait for a plan; the one of a failed epoch stays until it serves
+            self.reason = None  # of the wait for a plan; a failed epoch's reason stays until the next serves
         self.enter(ServingState.STARTING)
 
     def ready(self) -> None:
@@ -69,21 +65,21 @@ class GroupStatus:
         self.enter(ServingState.RESTARTING)
 
     def enter(self, state: ServingState) -> None:
-        """Go to another state of an own epoch. A move that is not legal is logged as a bug, and made."""
+        """Change the state of this agent's epoch. An illegal move is made, and logged as a bug."""
         before, self._own = self._own, self.show(state)
         if not is_legal(before, self._own):
             words = "epoch %d went from %s to %s, which is a bug"
             log.error(words, self.epoch, before, self._own, extra={"epoch": self.epoch})
 
     def show(self, state: ServingState) -> ServingState:
-        """Show a state, and return it; while this agent drains, DRAINING takes the place of some."""
+        """Show a state, or DRAINING in its place, and return it."""
         self.state = ServingState.DRAINING if self.closing and state in _DRAINABLE else state
         return self.state
 
     # --- reports and orders --------------------------------------------------------------------------
 
     def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
-        """Show the owner's report of the group, while this agent has no epoch of its own."""
+        """Show the owner's report of the group, while this agent has no epoch."""
         self.epoch, self.group = epoch, group
         story = _story(epoch, group, None, here=False)
         self.history.remote_epoch(story, time.monotonic(), state=state, reason=reason)
@@ -96,7 +92,7 @@ class GroupStatus:
         return self._gateway.closing or self.leaving
 
     def drain(self, why: str) -> None:
-        """Take no new requests, because of `why`; open ones go on. Empty: take requests again."""
+        """Take no new requests, because of `why`; if empty, take requests again."""
         self.leaving = why
         if self.closing and self.in_epoch and self._own in _DRAINABLE:
             self.enter(ServingState.DRAINING)
@@ -111,7 +107,7 @@ class GroupStatus:
 
     @property
     def progress(self) -> str:
-        """Progress of the next group, in a few words, such as "loading 40 %"."""
+        """Progress of the next epoch, in a few words, such as "loading 40 %"."""
         if self.loaded is not None:
             return f"loading {self.loaded} %"
         if not self.in_epoch and self.reason is not None:
@@ -132,7 +128,7 @@ class GroupStatus:
 
     @property
     def loaded(self) -> int | None:
-        """Loaded part of the weights in percent; None while no rank of this agent's epoch loads."""
+        """Loaded part of the weights in percent; None while nothing loads here."""
         if self.ranks is None or self._own is not ServingState.LOADING or not self.weight_bytes:
             return None
         held = sum(pong.stats.memory_bytes for pong in self.pongs.values())

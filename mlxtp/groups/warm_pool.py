@@ -1,7 +1,7 @@
-"""Source of this machine's rank processes: new ones, or warm ones that were started ahead.
+"""Source of this machine's rank processes: new processes, or warm processes that were started ahead.
 
-Imports take nearly all of the time until a rank process sends its Hello. A warm process has done them, blocks
-on its socket, and has no epoch, group or model until the agent hands it over (`wire/rank_process.py`).
+Imports take nearly all of the time until a rank process sends its Hello. A warm process has done them, and
+waits without epoch, group or model until the agent makes it a rank (`wire/rank_process.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from ..wire.rank_process import READY, TAKEN, hand_over, without_secrets
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a rank with its model must have been idle before a warm process's imports may disturb it.
-QUIET_S = 1.0
-BUSY_S = 30.0  #: Seconds after it got its model until a rank that is never idle gets its warm process.
-MAX_AGE_S = 86_400.0  #: Seconds; an older one has perhaps been swapped out, and is replaced.
-UNUSED_S = 600.0  #: Seconds without any rank on this machine after which warm processes are ended.
+QUIET_S = 1.0  #: Seconds that a rank must be idle before a warm process's imports may disturb it.
+BUSY_S = 30.0  #: Seconds that a busy rank with its model delays its warm process at most.
+MAX_AGE_S = 86_400.0  #: Seconds until a warm process is replaced: it may have been swapped out.
+UNUSED_S = 600.0  #: Seconds without any rank on this machine until warm processes end.
 IMPORT_S = 60.0
 END_S = 0.5
-ANSWER_S = 1.0  #: Seconds; a warm process replies at once, unless it is stopped, or its machine is.
+ANSWER_S = 1.0  #: Seconds for a warm process to reply; it does so at once unless it is stopped.
 RETRY = Backoff(1.0, 600.0)  #: Pauses after warm processes that ended unused.
-#: Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB.
-PIPE_BYTES = 1 << 20
+PIPE_BYTES = 1 << 20  #: Bytes that a pipe holds: minutes of tokens for a busy agent. macOS has 8 KiB.
 _STDERR_FD = 2
 
 
@@ -47,7 +45,7 @@ class WarmPoolPolicy:
         self._not_before = 0.0
 
     def received_pong(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
-        """Return True to start one warm process now, at this Pong of a rank of this machine."""
+        """Return True to start a warm process now, at a Pong of a rank of this machine."""
         if not pong.model:
             self._loaded_at = None
             return False
@@ -58,7 +56,7 @@ class WarmPoolPolicy:
         return due and now >= self._not_before and spares < self._wanted and not importing
 
     def lost(self, now: float) -> None:
-        """Note that one ended unused: the next one is started later each time."""
+        """Note that a warm process ended unused: the pause before the next grows."""
         self._not_before = now + RETRY.after(self._failures)
         self._failures += 1
 
@@ -68,16 +66,12 @@ class WarmPoolPolicy:
 
 @dataclass(slots=True, eq=False)
 class Started:
-    """Rank process that will send its Hello or, when warm, wait for an epoch once it is `ready`.
-
-    `pipe` is the agent's end of its pipe, `fd` the other one as the process numbers it. `lines`: its output,
-    unless that goes to the agent's own standard error.
-    """
+    """Rank process that will send its Hello or, when warm, wait for an epoch once it is `ready`."""
 
     process: asyncio.subprocess.Process
-    pipe: socket.socket
-    fd: int
-    lines: WorkerOutput | None
+    pipe: socket.socket  #: The agent's end.
+    fd: int  #: The process's end, as it numbers it.
+    lines: WorkerOutput | None  #: Its output; None: the agent's standard error.
     born_at: float = field(default_factory=time.monotonic)
     ready: bool = False
     watch: asyncio.Task[None] | None = None
@@ -87,9 +81,8 @@ class Started:
 
 
 class WarmPool:
-    """Keeps `wanted` warm processes and hands them out. `command` starts one in `folder`, that of all epochs.
-
-    `heard` gets each line of the output of rank processes, which else is the agent's own standard error.
+    """Keeps `wanted` warm processes, which `command` starts in `folder` (for all epochs), and hands them out.
+    `heard` gets each line of rank processes' output, by default the agent's standard error.
     """
 
     def __init__(
@@ -114,7 +107,7 @@ class WarmPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End all processes that became no rank."""
+        """End the processes that have not become ranks."""
         self._closed = True
         if self._unused is not None:
             self._unused.cancel()
@@ -131,7 +124,7 @@ class WarmPool:
     # --- handing out ---------------------------------------------------------------------------------
 
     async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
-        """Return a rank process with these arguments, and `listener` for its decode links. Raises OSError."""
+        """Start a rank process with these arguments, and `listener` for decode links. Raises OSError."""
         while waiting := [spare for spare in self._warm if spare.ready]:
             if await self._hand_over(waiting[0], arguments, listener):
                 return waiting[0]
@@ -140,7 +133,7 @@ class WarmPool:
     async def _hand_over(
         self, spare: Started, arguments: Sequence[str], listener: socket.socket | None
     ) -> bool:
-        """Turn a warm process into a rank. Return False, and end the process, when it does not reply."""
+        """Turn a warm process into a rank. If it does not reply, end it and return False."""
         self._take(spare)
         answer = b""
         try:
@@ -152,7 +145,7 @@ class WarmPool:
         finally:
             if answer == TAKEN:
                 self._policy.used()
-            else:  # also when the agent stops meanwhile
+            else:  # also if the agent stops meanwhile
                 self._policy.lost(time.monotonic())
                 self._background.start(_end(spare), f"ending {spare}")
         return answer == TAKEN
@@ -160,7 +153,7 @@ class WarmPool:
     async def _spawn(
         self, option: str, arguments: Sequence[str], listener: socket.socket | None = None
     ) -> Started:
-        """Start a process that gets its end of a new pipe by `option`. Raises OSError."""
+        """Start a process, with its end of a new pipe in `option`. Raises OSError."""
         ours, theirs = new_pipe()
         with theirs:
             given = [option, str(theirs.fileno())]
@@ -178,7 +171,7 @@ class WarmPool:
                     # stdout is the command's own: its JSON must stay JSON
                     stdout=_STDERR_FD if lines is None else lines.descriptor,
                     stderr=None if lines is None else lines.descriptor,
-                    # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
+                    # Ctrl-C in a terminal reaches the agent alone, which ends its processes in order.
                     start_new_session=True,
                 )
             except BaseException:
@@ -194,7 +187,7 @@ class WarmPool:
     # --- keeping some --------------------------------------------------------------------------------
 
     def received_pong(self, pong: Pong) -> None:
-        """Take in a Pong of a rank of this machine. They come about twice a second, so no timer is needed."""
+        """Take in a Pong of a rank of this machine; they arrive twice a second, so no timer is needed."""
         if self._closed:
             return
         now = time.monotonic()
@@ -247,7 +240,7 @@ class WarmPool:
 
 
 def new_pipe() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a pipe to a rank, with buffers of PIPE_BYTES as far as the system allows."""
+    """Return both ends of a pipe to a rank, with buffers of PIPE_BYTES if the system allows."""
     ends = socket.socketpair()
     for end in ends:
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -261,7 +254,7 @@ async def _end(spare: Started) -> None:
     spare.pipe.close()  # this ends it, if it runs at all
     waiting = asyncio.ensure_future(spare.process.wait())
     await asyncio.wait({waiting}, timeout=END_S)
-    if spare.process.returncode is None:  # a signal to an ending process would take its status along
+    if spare.process.returncode is None:  # a signal to an ending process would lose its status
         with contextlib.suppress(ProcessLookupError):
             spare.process.kill()
         await waiting
@@ -269,27 +262,25 @@ async def _end(spare: Started) -> None:
 
 # --- output of rank processes ----------------------------------------------------------------------------
 
-# A rank reports important things in frames. Its output is that of libraries, and Python's last traceback.
-# In a JSON log these lines must not break up its own, and a log file must have them.
+# A rank reports in frames; its output is libraries' text, and Python's last traceback. These lines go to the
+# log, so that a log file has them, and a JSON log stays JSON.
 
 rank_log = logging.getLogger("mlxtp.rank")
 
-MAX_LINE = 16 * 1024  #: Bytes; a longer line is cut into several.
+MAX_LINE = 16 * 1024  #: Bytes; longer lines are split.
 _READ_BYTES = 64 * 1024
 
-#: Gets a line, and its epoch and rank; a warm process has neither.
-Heard = Callable[[str, Mapping[str, int]], None]
+Heard = Callable[[str, Mapping[str, int]], None]  #: Gets a line, and its epoch and rank, if any.
 
 
 def log_lines(line: str, about: Mapping[str, int]) -> None:
-    """Log a line of a rank process as a warning: something is wrong, or a library warns."""
+    """Log a line of a rank process as a warning."""
     rank_log.warning("%s", line, extra=dict(about))
 
 
 class WorkerOutput:
-    """Pipe for one process, which writes to `descriptor`. Used within a running loop.
-
-    The system's buffer holds the output while the agent is busy; a rank that writes more than that waits.
+    """Pipe for the output of one process, which writes to `descriptor`. Needs a running loop. If the agent is
+    busy and the system's buffer is full, the rank waits.
     """
 
     def __init__(self, heard: Heard) -> None:
@@ -308,7 +299,7 @@ class WorkerOutput:
         self._end()
 
     def _read(self) -> bool:
-        """Return True if there was output. Closes once the process and all that it started are gone."""
+        """Return True if there was output. Close once the process and all its children are gone."""
         try:
             data = os.read(self._ours, _READ_BYTES)
         except BlockingIOError:

@@ -28,7 +28,7 @@ from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, formations, gat
 
 
 class AgentCheckup(Checkup):
-    """Facts visible to an agent. An agent that runs alone has no `dialer`."""
+    """Facts visible to an agent. Without a cluster it has no `dialer`."""
 
     def __init__(
         self, settings: Settings, endpoint: Endpoint, parts: AgentParts, dialer: Dialer | None = None
@@ -100,7 +100,7 @@ class AgentCheckup(Checkup):
 
 
 def agent_facts(now: Snapshot) -> AgentFacts:
-    """Return the facts about an agent, without those that only its settings and its disk have."""
+    """Return the facts about an agent that a snapshot has: all but its settings' and its disk's."""
     agent, cluster = now.agent, now.cluster
     names = {each.node_id: each.name for each in cluster.members}
     macs, kind = [names.get(each, "?") for each in now.participants], agent.group.kind if agent.group else ""

@@ -1,4 +1,4 @@
-"""Handlers of commands to a running agent, and the file by which commands find it."""
+"""Handlers of commands to a running agent, and the file that tells commands its address and key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from . import snapshot
 from .parts import AgentParts, cache_use, caches_of, deployments_of, senders, with_ranks
 from .snapshot import Observer
 
-FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
+FILE = "agent.json"  # in the home, readable only by this user
 
 LAST_HOLDER = (
     "only this Mac holds the cluster's authority: once it leaves, no other Mac can join. `mlxtp cluster "
@@ -45,7 +45,7 @@ COMING = "it is being copied or downloaded; try again when that has finished"
 
 
 def handlers_of(*parts: object) -> Mapping[type[verbs.Verb], Callable[[Any], Json | Awaitable[Json]]]:
-    """Return the method of these objects that takes each verb. Raises KeyError for a verb that none takes."""
+    """Map each verb to the method of these objects that takes it. Raises KeyError if a verb has none."""
     methods = [method for part in parts for _, method in inspect.getmembers(part, inspect.ismethod)]
     taken = {kind: method for method in methods for kind in get_type_hints(method).values()}
     return {kind: taken[kind] for kind in verbs.VERBS.values()}
@@ -152,7 +152,7 @@ class PlanHandlers:
 
 
 class ModelHandlers:
-    """Handlers of commands about models: which one is served, and which are on disks."""
+    """Handlers of commands about models, served or on disks."""
 
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
@@ -177,7 +177,7 @@ class ModelHandlers:
         selected = await self._parts.selection.serve(model, replace=verb.only, **asked)
         table, coming = node.desired.table, selected.coming
         row, was = table.get(name) or Deployment(name), before.get(name)
-        again = replace(was or row, version=row.version, writer=row.writer)  # a user asked once more
+        again = replace(was or row, version=row.version, writer=row.writer)  # the same wish once more
         return {
             **row.wishes(),
             "model": model,
@@ -200,7 +200,7 @@ class ModelHandlers:
         return tuple(found)
 
     def _node_called(self, wanted: str) -> str:
-        """Return the node id of a member by its name, or the start of its id. Raises UserError."""
+        """Return the node id of a member by its name or the start of its id. Raises UserError."""
         node = self._parts.node
         found = _members_called(node, wanted)
         if len(found) != 1:
@@ -251,7 +251,7 @@ class ModelHandlers:
         }
 
     def removable(self, verb: verbs.CheckRemovable) -> Json:
-        """Raise UserError while the files are needed; for a repair, while a rank here has them open."""
+        """Raise UserError if the files are needed; for a repair, only if a rank here has them open."""
         repo = hub_name(verb.model)[0].as_here()
         if why := self._in_use(repo) if verb.repair else self._needed(repo):
             raise UserError(f"{repo.name} cannot be {'repaired now' if verb.repair else 'removed'}: {why}")
@@ -281,7 +281,7 @@ class ModelHandlers:
         return "a rank of this Mac has it open; `mlxtp unload` first" if in_use else ""
 
     def _open_here(self, *, also_last: bool) -> Iterator[tuple[Path | None, ...]]:
-        """Yield the folders of the models of this agent's epochs; `also_last`: of those that ended, too."""
+        """Yield model folders of this agent's running epochs; `also_last`: also of the latest ended ones."""
         for group in self._parts.groups.by_id.values():
             supervisor = group.supervisor
             if supervisor.source is not None and (also_last or supervisor.status.in_epoch):
@@ -289,7 +289,7 @@ class ModelHandlers:
 
 
 class MemberHandlers:
-    """Handlers of commands about the members of the cluster. An agent that runs alone refuses all of them."""
+    """Handlers of commands about members. An agent that runs alone refuses all of them."""
 
     def __init__(self, parts: AgentParts, store: Store) -> None:
         self._parts = parts
@@ -309,9 +309,9 @@ class MemberHandlers:
         return {"name": node.name_of(node_id), "let_in": self._admitted(node_id)}
 
     async def remove(self, verb: verbs.RemoveMember) -> Json:
-        """Return when another member has it on its disk, or after some seconds; repeated, check that again.
+        """Remove a member. Return when another member has that on disk, or after some seconds.
 
-        Raises UserError while no disk at all can have it.
+        If repeated, it checks again. Raises UserError as long as no disk has it.
         """
         node, node_id = self._clustered(), self._other(verb.node, former=True)
         roster, let_in = node.replica.roster, self._admitted(node_id)
@@ -376,10 +376,10 @@ class MemberHandlers:
         *,
         former: bool = False,
     ) -> str:
-        """Return the node id of another member, by name, or by the start of its id.
+        """Return the node id of another member by its name or the start of its id.
 
-        If there is none, with `former` that of the last removed one. Raises UserError, for this Mac with the
-        words `itself`.
+        With `former` the last removed member counts if no present one matches. Raises UserError, for this Mac
+        with the words `itself`.
         """
         here = self._parts.node
         found = _members_called(here, node)
@@ -396,7 +396,7 @@ class MemberHandlers:
         return found[0]
 
     def _clustered(self) -> ClusterNode:
-        """Return the node. Raises UserError in an agent that runs alone."""
+        """Return the node. Raises UserError if the agent runs alone."""
         if self._parts.node.alone:
             raise UserError(
                 "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
@@ -407,7 +407,7 @@ class MemberHandlers:
 
 
 def _members_called(node: ClusterNode, wanted: str) -> list[str]:
-    """Return the node ids of the members of this name, else those that begin with it."""
+    """Return the node ids of members with this name, else of members whose ids begin with it."""
     members = node.replica.roster.members()
     found = [each for each, entry in members.items() if wanted in (node.name_of(each), entry.name)]
     return found or [each for each in members if each.startswith(wanted)]
@@ -432,10 +432,7 @@ def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator
 
 
 def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
-    """Write the agent's URL, its key, and its certificate (PEM, empty for HTTP) to a file in the home.
-
-    Raises ConfigError when the home cannot be written.
-    """
+    """Write the agent's URL, key, and certificate (PEM, "" for HTTP) to the home. Raises ConfigError."""
     path = home / FILE
     draft = path.with_suffix(".draft")
     with in_words(ConfigError, f"--home {home}: {path.name} cannot be written"):
@@ -459,9 +456,9 @@ class CacheHandlers:
         return {"groups": list(caches_of(self._parts)), "elsewhere": self._elsewhere(""), "disk": disk}
 
     async def clear(self, verb: verbs.ClearCaches) -> Json:
-        """Return what was dropped, the groups that other Macs own, and Macs whose disks may still have some.
+        """Return what was dropped, the groups that other Macs own, and Macs whose disks may have more.
 
-        Raises UserError if no such group is here and nothing was on disk.
+        Raises UserError if no such group is here and the disk had nothing.
         """
         model, where = verb.model, verb.where
         if where not in ("", "memory", "disk"):
@@ -487,7 +484,7 @@ class CacheHandlers:
         }
 
     def _elsewhere(self, name: str) -> list[Json]:
-        """Return the groups of a deployment, or of all, that another Mac owns."""
+        """Return the groups that another Mac owns, of one deployment or of all."""
         here = {each.scope.group for each in with_ranks(self._parts)}
         found = deployments_of(self._parts, self._parts.groups.reports())
         groups = [group for each in found if name in ("", each.row.name) for group in each.groups]
@@ -500,7 +497,7 @@ class CacheHandlers:
 
 
 def none_kept(model: str, where: str, *, served: bool) -> str:
-    """Return why there is nothing to clear; `served`: by a group of another Mac."""
+    """Return why there is nothing to clear. `served`: another Mac's group serves it."""
     if served:
         what = f"{model} has no rank 0" if model else "no model has its rank 0"
         return (

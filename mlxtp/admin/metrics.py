@@ -1,8 +1,8 @@
 """`GET /metrics`: this agent's metrics, in Prometheus' text format.
 
-`api/request_metrics.py` and `groups/history.py` count for it; the rest is rendered from a snapshot at each
-request. A metric whose source this agent does not have, such as the ranks of another Mac's group, has no
-samples here. The help of each says what it means; `docs/operations.md` has the rules for reading them.
+`api/request_metrics.py` and `groups/history.py` count; the rest is rendered from a snapshot at each request.
+A metric without a source here, such as a rank of another Mac's group, has no samples. `docs/operations.md`
+has the rules for reading them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _gauge, _counter = partial(_metric, GaugeMetricFamily), partial(_metric, Counter
 
 
 def observed(app: Starlette, parts: AgentParts, keys: KeyRing | None = None) -> ASGIApp:
-    """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
+    """Add `GET /metrics` to `app`, and count its requests and the gateway's."""
     counted = RequestMetrics(time.perf_counter)
     parts.gateway.deployments.meter = counted
     app.router.routes.insert(0, metrics_route(Metrics(parts, counted, keys).collect))
@@ -56,7 +56,7 @@ def observed(app: Starlette, parts: AgentParts, keys: KeyRing | None = None) -> 
 
 
 class Metrics:
-    """All metrics of one agent, independent of other agents in the same process."""
+    """All metrics of one agent, separate from other agents in the same process."""
 
     def __init__(self, parts: AgentParts, counted: RequestMetrics, keys: KeyRing | None = None) -> None:
         self._gateway = parts.gateway
@@ -70,7 +70,7 @@ class Metrics:
         for each in self._gateway.deployments.ready():
             if each.model is not None:
                 for group in each.groups:
-                    self._counted.group(each.model.id, group)  # its counters exist before a request
+                    self._counted.group(each.model.id, group)  # so that counters exist before a request
         return generate_latest(self._counted.registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
@@ -199,7 +199,7 @@ _OF_A_KEY = (
     (_gauge, "mlxtp_key_open_requests", "Open requests of an API key.", "open"),
 )
 
-#: Metrics of each group by its owner's report: name, help, reader; None where it is not known.
+#: Metrics of each group from its owner's report: name, help, reader; None if unknown.
 _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...] = (
     ("mlxtp_group_ready", "1 while a group answers requests.", lambda x: x.state == ServingState.READY),
     ("mlxtp_group_epoch", "Number of a group's epoch, or of its last one.", lambda x: x.epoch),
@@ -213,7 +213,7 @@ _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...
 
 
 class OwnProcess(Collector):
-    """Process metrics like prometheus-client's on Linux, for systems without /proc."""
+    """Process metrics that prometheus-client has on Linux, for systems without /proc."""
 
     def collect(self) -> Iterator[Metric]:
         import resource

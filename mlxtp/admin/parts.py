@@ -38,7 +38,7 @@ from ..wire.rank_stats import of_group
 
 @dataclass(frozen=True, slots=True)
 class AgentParts:
-    """Every part, in the order of construction: each knows parts above it alone."""
+    """All parts in the order of construction: each uses only earlier ones."""
 
     node: ClusterNode
     readings: MachineReports
@@ -58,8 +58,8 @@ class AgentParts:
     on_request: OnRequest
 
     async def close(self) -> None:
-        """Send a goodbye on each link, and end what runs here for others."""
-        async with AsyncExitStack() as ending:  # in reverse; each part ends, even if another one fails to
+        """Send a goodbye on each link, and end the parts."""
+        async with AsyncExitStack() as ending:  # in reverse; each part ends even if another fails to
             for part in (
                 self.transfers,
                 self.models,
@@ -82,16 +82,16 @@ _BEST = (
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """One group of a deployment, by its owner's report. Counts are None where no owner reports them.
+    """One group of a deployment, as its owner reports it. Counts are None if no owner does.
 
-    why      reason why it is not ready
+    why      why it is not ready
     members  node ids in rank order
-    running  of its `requests`, those with a first token
-    speed    in tokens a second
-    room     of its KV caches in tokens; 0 on other Macs than its owner
+    running  requests with a first token, among its `requests`
+    speed    tokens a second
+    room     tokens that its KV caches hold; 0 on other Macs than its owner
     split    layers of each rank of a pipeline
-    exposed  that its tensors cross a network of others in the clear, in words
-    loaded   percent of the weights that ranks of this agent's epoch have loaded, None while none loads
+    exposed  a warning if its tensors cross a foreign network in the clear
+    loaded   percent of the weights that this agent's ranks have loaded; None if they are not loading
     faster   a place where it would be much faster, in words
     """
 
@@ -125,13 +125,13 @@ class DeploymentSnapshot:
 
     @property
     def state(self) -> str:
-        """The state of the group that is closest to being ready."""
+        """The state of the group that is closest to ready."""
         states = [each.state for each in self.groups]
         return next((str(state) for state in _BEST if state in states), str(ServingState.IDLE))
 
     @property
     def why(self) -> str:
-        """Reason why further groups are not ready; empty if as many are as there must be."""
+        """Why more groups are not ready; "" if there are enough."""
         found = dict.fromkeys(each.why for each in self.groups if each.state != ServingState.READY)
         return "; ".join(filter(None, found))
 
@@ -154,9 +154,9 @@ def deployments_of(parts: AgentParts, servings: Sequence[Serving]) -> tuple[Depl
 
 
 def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topology) -> GroupSnapshot:
-    """Return a group by its owner's report, if there is one, else as this member knows it."""
+    """Return a group as its owner reports it, else as this member knows it."""
     scope, status = group.scope, group.supervisor.status
-    # An owner of before may still end its epoch.
+    # A former owner may still be ending its epoch.
     serving = max(servings, key=lambda each: (each.state in SERVES, each.epoch), default=None)
     if serving is None or not serving.participants:
         state, why = (serving.state, serving.reason) if serving is not None else (str(status.state), "")
@@ -183,7 +183,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topo
 
 
 def deployments_rendered(deployments: Iterable[DeploymentSnapshot], names: Mapping[str, str]) -> list[Json]:
-    """Return the deployments, as `mlxtp status` and the page have them. `names`: of members, by node id."""
+    """Return the deployments for `mlxtp status` and the page. `names`: members' names by node id."""
     return [
         {
             **each.row.wishes(),
@@ -225,7 +225,7 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
 
 
 def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Json:
-    """Return the use of a group's caches in this epoch, by the names of `RankStats`; `nodes`: its Macs."""
+    """Return a group's use of its caches in this epoch, by fields of `RankStats`. `nodes`: its Macs."""
     stats = {rank: pong.stats for rank, pong in sorted(pongs.items())}
     macs = {nodes[rank] if len(nodes) > 1 else "": each for rank, each in stats.items()}
     return {"group": group, **of_group(stats.values(), macs.values())}
@@ -236,7 +236,7 @@ def caches_of(parts: AgentParts) -> tuple[Json, ...]:
 
 
 def with_ranks(parts: AgentParts) -> list[Group]:
-    """Return the groups whose rank 0 is here, with reports of its ranks."""
+    """Return the groups whose rank 0 is here and whose ranks report."""
     return [each for each in parts.groups.by_id.values() if each.supervisor.status.pongs]
 
 
@@ -251,12 +251,12 @@ PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of `RankStats`.
 
 
 def drafts_of(group: str, pong: Pong, speculation: str) -> Json:
-    """Return the drafts of a group in this epoch, by rank 0's heartbeat; `speculation` is the setting.
+    """Return a group's drafts in this epoch, from rank 0's heartbeat. `speculation` is the setting.
 
-    drafted  tokens by proposer; `accepted`: those of them that were right
-    width    tokens that a decode step feeds its widest row, on average; 0 before the first one
-    gain     tokens a second of recent steps, in those of steps without drafts; 0 where nothing was measured
-    note     why no draft can come; empty if one can
+    drafted  tokens by proposer; `accepted`: how many of them were right
+    width    mean tokens per decode step in its widest row; 0 before the first step
+    gain     recent tokens per second, relative to steps without drafts; 0 if not measured
+    note     why it cannot draft; "" if it can
     """
     stats, lacks = pong.stats, speculation == "mtp" and bool(pong.model) and not pong.stats.mtp
     return {
@@ -277,19 +277,20 @@ def drafts(parts: AgentParts) -> Iterator[Json]:
 
 # --- open requests, without their text ------------------------------------------------------------------
 
-MOST_SHOWN = 64  #: Requests that are shown.
+MOST_SHOWN = 64  #: requests
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """One open request, of a client of this agent (`here`) or of another one. Counts are in tokens.
+    """One open request by a client of this agent (`here`) or of another one. Counts are in tokens.
 
     number  its name as long as it is open
-    group   id of the group that has it; empty while none has
+    group   id of the group that has it; "" for none
     phase   "waiting" (in a queue), "restarting" (for a group), "reading" or "writing"
-    read    of its `prompt`; `cached` of it: None while unknown, and of other agents' requests
-    tokens  of its answer that have come
-    owner   hash of its client's key, which no viewer gets
+    read    part of its `prompt`, including `cached`
+    cached  None if unknown, or if another agent's
+    tokens  length of its answer so far
+    owner   hash of its client's key; viewers never get it
     """
 
     number: int
@@ -305,14 +306,14 @@ class RunningRequest:
 
 
 def running_requests(deployments: ServedDeployments) -> tuple[RunningRequest, ...]:
-    """Return the open requests, the oldest first, without those that the agent itself makes."""
+    """Return clients' open requests, oldest first, without the agent's own."""
     every = [(request, name) for name, each in deployments.by_name.items() for request in each.requests]
     found = [_running(*each) for each in every if _is_of_a_client(each[0])]
     return tuple(sorted(found, key=lambda each: each.number)[:MOST_SHOWN])
 
 
 def senders(deployments: ServedDeployments) -> list[Json]:
-    """Return key and program of each open request of this agent's clients. Only some readers may see them."""
+    """Return each open request's key and program, of this agent's clients. Only some readers may see them."""
     found = ((request.number, _account(request)) for request in deployments.requests)
     known = [(number, account) for number, account in found if account is not None]
     return [{"number": number, "key": each.key, "app": each.app} for number, each in known[:MOST_SHOWN]]

@@ -1,7 +1,7 @@
-"""Snapshot of an agent and its cluster: gathered once, rendered in every form. Unknown facts are None.
+"""Snapshot of an agent and its cluster, gathered once and rendered in every form. Unknown facts are None.
 
-`gather` reads the parts of an agent; all else here is a pure function of what it returns. `metrics.py` and
-`checkup.py` have two more renderings. `/health` renders `AgentSnapshot.health` alone, which costs little.
+`gather` reads the parts of an agent; everything else is a pure function of its result. `metrics.py` and
+`checkup.py` have two more renderings. `/health` renders only `AgentSnapshot.health`, which costs little.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .parts import (
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
-    """One agent's own requests, epoch and ranks. `in_epoch`, `proof`, `slow_link` are the supervisor's.
+    """One agent's requests, epoch and ranks. `in_epoch`, `proof` and `slow_link` are the supervisor's.
 
-    pongs   newest heartbeats by rank, None where rank 0 is on another Mac
-    pids    those of local ranks; `processes`: of all groups' ranks here, by group
+    pongs   newest heartbeats by rank, None if rank 0 is on another Mac
+    pids    processes of local ranks; `processes`: of all groups' ranks here, by group
     phases  counts of open requests, as in `dispatcher.PHASES`
-    tokens  all that were ever confirmed
+    tokens  all tokens ever confirmed
     """
 
     health: Health
@@ -73,10 +73,10 @@ class AgentSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
-    """One member. `rank`: its rank in a group that is ready; `address`: its link's, "" without a link.
+    """One member. `rank`: its rank in a ready group; `address`: its link's, "" without one.
 
-    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks. `admitted_by`: name
-    of the member that admitted it. `refused`: why it or this Mac refused the other last; "" with a link.
+    `called`: it opened a link to this Mac. `held_bytes`: memory that its ranks hold. `admitted_by`: name of
+    the member that admitted it. `refused`: why one of the two refused the other last; "" with a link.
     """
 
     node_id: str
@@ -100,10 +100,9 @@ class MemberSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """The best link of two nodes: RDMA on a cable, else the fastest network.
+    """The best link between two nodes: RDMA on a cable, else the fastest network.
 
-    `mbps` as the slower end reports it. `trip_us`: round trip of the agents' messages, perhaps over another
-    network.
+    `mbps`: as the slower end reports it. `trip_us`: round trip of the agents' messages, perhaps elsewhere.
     """
 
     a: str
@@ -116,7 +115,7 @@ class NodeLink:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster as one member sees it. `coordinator` is the name of the node that `claim` names."""
+    """The cluster as one member sees it. `coordinator`: name of the node in `claim`."""
 
     alone: bool
     cluster_id: str
@@ -137,10 +136,10 @@ class Snapshot:
 
     shown         id of the group that this agent shows
     participants  its node ids in rank order; () without a group
-    serving       the report of it; `measured`: the measurement of its fabric
+    serving       its report; `measured`: the measurement of its fabric
     hosted        a rank of another Mac's group is here
-    model_bytes   disk size of the weights that are served, or about to be
-    history       epochs of all groups, the newest first, each behind the id of its group
+    model_bytes   disk size of the weights that are or will be served
+    history       epochs of all groups, newest first, each with its group's id
     transfers     models on their way to a member, as in `TransferCoordinator.under_way_anywhere`
     """
 
@@ -196,7 +195,7 @@ def gather(parts: AgentParts) -> Snapshot:
 def _history(parts: AgentParts) -> tuple[tuple[str, EpochStory], ...]:
     groups = {each.scope.group: each for each in (*parts.groups.by_id.values(), parts.groups.shown)}
     stories = {(name, each.began): (name, each) for name, each in parts.groups.past}
-    for name, group in groups.items():  # one that has ended may still be shown
+    for name, group in groups.items():  # an ended group may still be shown
         stories |= {(name, each.began): (name, each) for each in group.supervisor.status.history.stories}
     return tuple(deepcopy(sorted(stories.values(), key=lambda each: -each[1].began)[:MOST]))
 
@@ -225,7 +224,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
 
 
 def _processes(parts: AgentParts) -> dict[str, list[int]]:
-    """Return the processes of ranks on this Mac by group, also those of groups of other Macs."""
+    """Return the rank processes on this Mac by group, including ranks of other Macs' groups."""
     found = {rank.order.group: [rank.pid] for rank in parts.hosted.ranks if rank.pid}
     for each in (*parts.groups.by_id.values(), parts.groups.shown):
         status = each.supervisor.status
@@ -290,7 +289,7 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
 def links(
     topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]
 ) -> list[NodeLink]:
-    """Return the best link of each two nodes that have one."""
+    """Return the best link of each pair of nodes that has one."""
     found = []
     for a, b in combinations(sorted(nodes), 2):
         trip = trip_us(a, b)
@@ -306,7 +305,7 @@ def links(
 
 
 def status(now: Snapshot) -> Json:
-    """Return the answer to `mlxtp status`. One of an agent that runs alone names no cluster."""
+    """Return the answer to `mlxtp status`. An agent that runs alone names no cluster."""
     return _here(now) if now.cluster.alone else {**_here(now), **_among_others(now)}
 
 
@@ -366,7 +365,7 @@ def _among_others(now: Snapshot) -> Json:
 
 
 def members(cluster: ClusterSnapshot) -> list[Json]:
-    """Return the members, as `mlxtp status` and `mlxtp cluster members` have them."""
+    """Return the members for `mlxtp status` and `mlxtp cluster members`."""
     groups = [group for each in cluster.deployments for group in each.groups]
     return [
         {
@@ -395,7 +394,7 @@ _OF_A_MEMBER = (
 
 
 def formations(machine: Machine) -> dict[str, int]:
-    """Return the attempts to form a JACCL group since a Mac started, by RDMA device."""
+    """Return the attempts to form a JACCL group since the Mac started, by RDMA device."""
     return {port.rdma: port.formations for port in machine.ports if port.formations}
 
 
@@ -419,9 +418,9 @@ class Observer:
 
 
 def page(now: Snapshot, tokens_per_second: float | None) -> Json:
-    """Return the data of the page; `docs/operations.md` lists the fields.
+    """Return the page's data; `docs/operations.md` lists the fields.
 
-    The speed is that of all requests where rank 0 is, elsewhere of this agent's requests.
+    The speed is of all requests if rank 0 is here, else of this agent's requests.
     """
     agent, cluster = now.agent, now.cluster
     health = agent.health
@@ -473,14 +472,14 @@ def _group(now: Snapshot) -> Json | None:
 
 
 def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
-    """Return the pairs of ranks that exchange bytes: all in a mesh, neighbours in a ring."""
+    """Return the pairs of ranks that exchange bytes: all in a mesh, neighbors in a ring."""
     if mesh or world_size < 3:
         return list(combinations(range(world_size), 2))
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
 def _fabric(now: Snapshot) -> Json | None:
-    """Return the best known time of a collective: measured for this group, or from the last proof."""
+    """Return the best known time of a collective: measured for this group, else from the last proof."""
     if (found := now.measured) is not None:
         return {"collective_us": round(found.collective_s * 1e6), "by": "bench", "at": found.at}
     slowest_us = max((pong.stats.collective_us for pong in (now.agent.pongs or {}).values()), default=0)
@@ -488,7 +487,7 @@ def _fabric(now: Snapshot) -> Json | None:
 
 
 def _ranks(now: Snapshot) -> list[Json]:
-    """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
+    """Return every rank of the group. Figures are None on an agent that gets no heartbeats from it."""
     pongs, unknown = now.agent.pongs or {}, dict.fromkeys(("phase", "in_flight", *figures()))
     known = {
         rank: {"phase": p.phase, "in_flight": p.in_flight, **shown(p.stats)} for rank, p in pongs.items()
@@ -498,7 +497,7 @@ def _ranks(now: Snapshot) -> list[Json]:
     ]
 
 
-#: Fields of a member that the page has, and those that are None there instead of empty.
+#: Fields of a member on the page. In the second tuple None replaces an empty value.
 _OF_A_NODE = ("node_id", "name", "state", "self", "coordinator", "draining", "notes", "works_for")
 _OR_NONE = ("address", "chip", "memory_bytes", "model_problem", "model_progress", "refused")
 
@@ -508,7 +507,7 @@ def _nodes(cluster: ClusterSnapshot) -> list[Json]:
         {
             **{name: row[name] for name in _OF_A_NODE},
             **{name: row[name] or None for name in _OR_NONE},
-            # In steps of 256 MiB, so that an idle Mac is no news every ten seconds.
+            # In steps of 256 MiB, so that an idle Mac causes no update every ten seconds.
             "free_bytes": (each.machine or UNKNOWN).free_bytes >> 28 << 28 or None,
             "held_bytes": each.held_bytes,
         }

@@ -1,6 +1,6 @@
-"""Post-mortem of an epoch: the likely cause of its failure, found in the files of its ranks and agents. Pure.
+"""Post-mortem of an epoch: the likely cause of its failure, from the files of its ranks and agents. Pure.
 
-Files come from one Mac or several. `diagnostics/failure_store.py` writes and reads them.
+The files are from one Mac or several. `diagnostics/failure_store.py` writes and reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _YEAR_9999 = 253_370_764_800  #: Seconds since 1970.
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One forward of one rank, as in `wire/recording.py`. Digests are keyed, and empty while it lasts."""
+    """One forward of one rank, as in `wire/recording.py`. Digests are keyed, and "" until it finishes."""
 
     seq: int
     kind: str = "step"
@@ -40,10 +40,10 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A rank's file, which `failure_store.about_rank` makes. `code` and `detail` are its last error.
+    """A rank's file, made by `failure_store.about_rank`. `code` and `detail` are its last error.
 
-    `recorded`: its process began a recording. `ended_us` is the end of the process, on the recording's clock.
-    `by_agent`: its agent ended it; `deaf`: by SIGKILL only.
+    `recorded`: its process began a recording. `ended_us`: end of the process, on the recording's clock.
+    `by_agent`: its agent ended it; `deaf`: only SIGKILL could.
     """
 
     rank: int
@@ -66,12 +66,12 @@ class RankRecord:
 
     @property
     def unfinished(self) -> RecordedStep | None:
-        """The oldest of its last steps that did not finish."""
+        """The oldest unfinished step among its last four."""
         return next((step for step in self.steps[-4:] if not step.finished_us), None)
 
     @property
     def ending(self) -> str:
-        """Its end, in words."""
+        """How the process ended, in words."""
         if self.deaf:
             return "by its agent, with SIGKILL: it ignored SIGTERM"
         if self.by_agent and self.status == WEDGED_STATUS:
@@ -86,7 +86,7 @@ class RankRecord:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Progress: the last step begun, the last queued, the last finished, and its collectives."""
+        """Progress: the last step begun, queued and finished, and the number of its collectives."""
         started = max((step.seq for step in self.steps), default=0)
         queued = max((step.seq for step in self.steps if step.queued_us), default=0)
         finished = max((step.seq for step in self.steps if step.finished_us), default=0)
@@ -95,7 +95,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """The record of one agent. `hosts` names the Macs of the ranks, as far as the agent knew them."""
+    """One agent's record. `hosts`: the ranks' Macs, as far as the agent knew them."""
 
     node: str
     ended: float
@@ -117,7 +117,7 @@ def rank_record(fields: Mapping[str, Any]) -> RankRecord:
     return _record(RankRecord, found, recorded=bool(recording), steps=steps)
 
 
-#: Fields of a RankRecord, by the part of a rank's file that has them. The later part counts.
+#: Fields of a RankRecord, by part of a rank's file. A later part overrides an earlier one.
 _OF_THE_END = ("rank", "node", "status", "signal", "exit_code", "by_agent", "deaf", "pong_age_s")
 _SAID, _OF_STATS, _OF_PONG = ("code", "detail"), ("peak_memory_bytes",), ("phase",)
 _OF_RECORDING = ("ended_us", "phase", "phase_since_us", "crash")
@@ -139,9 +139,9 @@ def _record(kind: type[T], found: Mapping[str, Any], **made: Any) -> T:
 
 
 def checked(kind: Any, value: Any) -> Any:
-    """Return a value of this very kind, in printable form. Raises ValueError for any other.
+    """Return a value of exactly this kind, in printable form. Raises ValueError for any other.
 
-    Numbers are within 64 bits. Whole ones count as fractions, too.
+    Numbers must fit in 64 bits. A float may be an int.
     """
     kinds = get_args(kind) or (kind,)
     fits = type(value) in kinds or (float in kinds and type(value) is int)
@@ -152,8 +152,8 @@ def checked(kind: Any, value: Any) -> Any:
 
 # --- causes ---------------------------------------------------------------------------------------------
 
-MEMORY_SHARE = 0.7  #: Of its machine's. A rank killed while it held this much was probably killed for it.
-SILENT_S = 1.5  #: Heartbeats come twice a second, so an older one is not merely in transit.
+MEMORY_SHARE = 0.7  #: A rank killed with this share of the machine's memory was probably killed for it.
+SILENT_S = 1.5  #: Heartbeats are sent twice a second, so an older one is not merely in transit.
 
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 11: "SIGSEGV"}
 _SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
@@ -180,7 +180,7 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first step at which ranks are not alike, in what, and each rank's value."""
+    """The first step that ranks disagree on, the field that differs, and each rank's value."""
 
     seq: int
     what: str
@@ -189,7 +189,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Kind in a word or two, the rank concerned (None: no single rank), and a sentence."""
+    """Kind in a word or two, the rank at fault (None: no single rank), and a sentence."""
 
     kind: str
     rank: int | None
@@ -198,7 +198,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Records of a failed epoch. `elsewhere` names the Macs of ranks without a file."""
+    """Records of a failed epoch. `elsewhere`: Macs of the ranks without a file."""
 
     ranks: tuple[RankRecord, ...]
     agent: EpochRecord | None = None
@@ -207,7 +207,7 @@ class Case:
 
 
 def likely_cause(case: Case) -> Cause:
-    """Return the cause. Deaths of processes come first, then reported errors, then outside observations."""
+    """Return the cause: first a process that died, then a reported error, then outside observations."""
     for find in (_memory, _died, _spoken, _wedged, _differed):
         if (cause := find(case)) is not None:
             return cause
@@ -222,7 +222,7 @@ def _memory(case: Case) -> Cause | None:
 
 
 def _died(case: Case) -> Cause | None:
-    """Find a process that died without a reason and was not ended by its agent."""
+    """Find a process that died without a reason, and not by its agent."""
     for rank in case.ranks:
         if rank.by_agent or rank.deaf:
             continue
@@ -254,13 +254,13 @@ def _ended_by_signal(rank: RankRecord, number: int, case: Case) -> Cause:
 
 
 def _spoken(case: Case) -> Cause | None:
-    """Find the error reported by a rank or by the agent that judged it."""
+    """Find the error that a rank reported, or the agent that judged it."""
     said = {
         rank.rank: (rank.code or rank.exit_code, rank.detail)
         for rank in case.ranks
         if _is_cause(rank.code or rank.exit_code, rank.detail)
     }
-    # The detail of a rank that only relays another rank's error begins with that rank's name.
+    # A rank that only relays another rank's error names that rank first.
     first_hand = [rank for rank, (_, detail) in said.items() if not _names_another(detail, rank)] or [*said]
     agent = case.agent
     speaker: int | None
@@ -303,7 +303,7 @@ def _differed(case: Case) -> Cause | None:
         return None
     values = difference.values
     counts = Counter(values.values())
-    # Of two ranks, the follower is the odd one.
+    # With two ranks the follower counts as the odd one.
     odd = min(sorted(values, reverse=True), key=lambda rank: counts[values[rank]])
     how = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
     words = f"ranks differ from step {difference.seq} on, in {difference.what} ({how})"
@@ -313,7 +313,7 @@ def _differed(case: Case) -> Cause | None:
 def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     if all(rank.unfinished is None for rank in ranks):
         return _stuck_elsewhere(ranks, detail)
-    # A follower begins a step when its frame arrives, without waiting for the step before.
+    # A follower begins a step when its frame arrives, even if the step before is unfinished.
     known = [rank for rank in ranks if rank.recorded]
     seq, late = max(rank.place[0] for rank in known), behind(known)
     waiting = [rank for rank in known if rank.rank != late]
@@ -327,7 +327,7 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
 
 
 def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
-    """Find the rank that was stuck outside a forward, for instance while forming or loading."""
+    """Find the rank that was stuck outside a forward, such as while forming or loading."""
     late = max(ranks, key=lambda rank: rank.ended_us - rank.phase_since_us, default=None)
     if late is None or not late.phase:
         return Cause("stuck", None, detail)
@@ -360,10 +360,10 @@ _COMPARED = ("kind", "rows", "forwards", "collectives", "fed", "digest")
 
 @dataclass(frozen=True, slots=True)
 class Postmortem:
-    """One failed epoch. `ended` is in seconds since 1970; `epoch_id` distinguishes epochs of one number.
+    """One failed epoch. `ended`: seconds since 1970. `epoch_id` tells epochs with the same number apart.
 
-    `behind` is the rank that made the least progress, None when all made the same. `elsewhere` has the ranks
-    without a file, each with the name of its Mac where that is known.
+    `behind`: the rank with the least progress, None if all made the same. `elsewhere`: ranks without a file,
+    with the names of their Macs if known.
     """
 
     epoch: int
@@ -380,10 +380,10 @@ class Postmortem:
 def examine(
     epoch: int, epoch_id: str, ranks: Iterable[RankRecord], agents: Iterable[EpochRecord]
 ) -> Postmortem:
-    """Compare the files of one epoch. Of two files of a rank, use the one with more steps."""
+    """Compare the files of one epoch. If a rank has two files, the file with more steps counts."""
     by_rank = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (rank.recorded, len(rank.steps)))}
     records, told = tuple(by_rank[rank] for rank in sorted(by_rank)), tuple(agents)
-    agent = max(told, key=lambda each: len(each.hosts), default=None)  # the agent of rank 0 knew most
+    agent = max(told, key=lambda each: len(each.hosts), default=None)  # the agent of rank 0 knows most
     hosts, reason = (agent.hosts, agent.detail) if agent is not None else ((), "")
     elsewhere = {rank: host for rank, host in enumerate(hosts or ("",)) if rank not in by_rank}
     difference, ended = first_difference(records), max((each.ended for each in told), default=0.0)
@@ -393,7 +393,7 @@ def examine(
 
 
 def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
-    """Compare the steps that every rank still has. Final steps that one did not reach are no difference."""
+    """Compare the steps that every rank still has. The last steps may be missing from some."""
     tables = {rank.rank: {step.seq: step for step in rank.steps} for rank in ranks if rank.steps}
     if len(tables) < 2:
         return None
@@ -412,7 +412,7 @@ def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
 
 
 def behind(ranks: Iterable[RankRecord]) -> int | None:
-    """Return the rank that began, queued and finished the least. None when all made the same progress."""
+    """Return the rank that began, queued and finished the least, None if all made the same progress."""
     places = {rank.rank: rank.place for rank in ranks if rank.recorded}
     if len(set(places.values())) < 2:
         return None
@@ -468,7 +468,7 @@ def _ranks_table(ranks: Iterable[RankRecord]) -> Table:
 
 
 def _steps_table(found: Postmortem) -> Table:
-    """Return the last steps, or those around the first difference."""
+    """Return the last steps, or the steps around the first difference."""
     tables: Mapping[int, Mapping[int, RecordedStep]] = {
         r.rank: {s.seq: s for s in r.steps} for r in found.ranks
     }

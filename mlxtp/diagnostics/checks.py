@@ -1,4 +1,4 @@
-"""Faults that the doctor finds in the facts, besides those of Macs in `placement/faults.py`. Pure."""
+"""Faults that the doctor finds in its facts, except the Macs' faults in `placement/faults.py`. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ GB = 10**9
 GIB = 2**30
 MACOS_FLOOR = (14, 0)  #: Required by MLX.
 LITTLE_MEMORY_BYTES = 2 * GIB
-#: Seconds of each stage from which on the doctor judges, and the share of the mean that is too much.
+#: Seconds of each stage before the doctor judges it, and the share of the mean that is too much.
 STAGES_S, TOO_BUSY = 30.0, 1.5
-SOON = timedelta(days=14)  #: A certificate that ends within it, and is not renewed, is worth a warning.
+SOON = timedelta(days=14)  #: The doctor warns of a certificate that ends within it and is not renewed.
 PRIVACY = 65  #: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
-MAKE_ROOM = "make room"  #: First words of the remedy in the message that a disk has no room for a model.
-SHOWN = 8  #: Digits of a hash: enough to distinguish two.
+MAKE_ROOM = "make room"  #: Begins the remedy in the message that a disk has no room for a model.
+SHOWN = 8  #: Digits of a hash, enough to tell two apart.
 
 
 # --- words ------------------------------------------------------------------------------------------------
 
 
 def gb(size: int) -> str:
-    """Return bytes as people read them."""
     return f"{size / GB:.1f} GB" if size < 100 * GB else f"{size / GB:.0f} GB"
 
 
@@ -49,7 +48,7 @@ def _given_up(facts: MachineFacts) -> Iterator[Words]:
 
 
 def stage_shares(facts: MachineFacts) -> str:
-    """Return how long each stage computes, in words; empty where that cannot be judged yet."""
+    """Return each stage's share of time computing, in words; "" if it is too early to judge."""
     all_s = [each.busy_s + each.waiting_s for each in facts.agent.stages]
     if min(all_s, default=0.0) < STAGES_S:
         return ""
@@ -85,7 +84,7 @@ _ROOM = "a model comes only where all of it has room, and 1 GiB more"
 
 
 def fingerprints(facts: MachineFacts) -> dict[str, str]:
-    """Return the fingerprint of the wanted model on each machine, empty where it is not known."""
+    """Return the wanted model's fingerprint on each machine, "" if unknown."""
     told = {each.name: each.fingerprint for each in facts.members if each.linked}
     return {"this machine": facts.model.fingerprint} | told
 
@@ -186,7 +185,7 @@ _START = "if it should be here: start mlxtp on {m.name}, and run `mlxtp doctor` 
 
 
 def absence(member: MemberFacts) -> str:
-    """Describe a member without a link. With an empty `state` no agent runs here that could have one."""
+    """Describe a member without a link. An empty `state` means that no agent runs here to have one."""
     state = _ABSENT.get(member.state, "is away") if member.state else "is not reached"
     return f"{member.name} {state}" + (f": {tried(member.ours)}" if member.ours else "")
 
@@ -226,7 +225,7 @@ def _certificates(facts: MachineFacts, state: str) -> Iterator[Words]:
 
 
 def certificate_state(certificate: Certificate, facts: MachineFacts) -> str:
-    """Return "ended", "early" or "soon"; empty if it holds."""
+    """Return "ended", "early" or "soon", or "" for a valid certificate."""
     if facts.now > certificate.ends:
         return "ended"
     if facts.now < certificate.begins:

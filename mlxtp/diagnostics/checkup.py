@@ -1,7 +1,7 @@
 """Collection of the doctor's facts about this machine: all at once, each with a time limit.
 
-`Checkup` is what a command finds out by itself, where no agent runs. `admin.checkup` runs within an agent,
-which sees the network as a service does and has links to the other members.
+A command uses `Checkup` if no agent runs. An agent uses `admin.checkup`, because it sees the network as a
+service does and has links to other members.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from .rows import examine, to_json
 
 T = TypeVar("T")
 
-LOOK_S = 5.0  #: Seconds for reading files: a network disk may never reply.
-TRY_S = 2.0  #: Seconds for one connection. On one network it takes a millisecond.
-LISTEN_S = 1.5  #: Seconds for which a command listens for other agents, which reply within half a second.
-_DISCARD = 9  #: The discard port, on which no program listens.
+LOOK_S = 5.0  #: Seconds to read files: a network disk may never reply.
+TRY_S = 2.0  #: Seconds for one connection, which takes a millisecond within a network.
+LISTEN_S = 1.5  #: Seconds that a command listens for other agents, which reply within half a second.
+_DISCARD = 9  #: The discard port. No program listens on it.
 
 Json = Mapping[str, Any]
 
 
-# --- facts that one process can find: files, certificates, sockets. Nothing raises ------------------------
+# --- facts that any process can find: files, certificates, sockets. Nothing raises ------------------------
 
 
 async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """Return the result of `look`, or `otherwise` of why there is none. `LOOK_S` later its thread is left."""
+    """Return what `look` does, or `otherwise(why)` if it fails or takes LOOK_S. Its thread may go on."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
@@ -95,7 +95,7 @@ async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
 
 
 def program_here() -> str:
-    """Return the program that the firewall knows. A framework's Python runs another file than its name."""
+    """Return the program that the firewall knows. A framework's Python is another file than its name says."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process().exe() or sys.executable
     return sys.executable
@@ -151,7 +151,7 @@ def _certificate(name: str, found: x509.Certificate, *, renews: bool = False) ->
 
 
 def kept_at(home: Path) -> SavedState:
-    """Return the saved state of the home. Empty where it cannot be read: the agent reports that."""
+    """Return the home's saved state, an empty one if it is unreadable: the agent reports that."""
     try:
         return from_text((home / FILE).read_text())
     except (OSError, ValueError, RecursionError):
@@ -185,7 +185,7 @@ def linux_firewall(rules: Output) -> FirewallFacts:
 
 
 def problem_of(command: str, output: Output, found: object) -> str:
-    """Return why a command left something unknown, or ""."""
+    """Return why a command's output left a fact unknown, or ""."""
     if found is not None:
         return ""
     said = output.text.strip().splitlines()[:1]
@@ -196,13 +196,13 @@ def problem_of(command: str, output: Output, found: object) -> str:
 
 
 def usable(settings: Settings) -> Mapping[str, int]:
-    """Return addresses of this machine over which others may be found."""
+    """Return this machine's addresses that others may use."""
     there, only = addresses_up(), settings.loopback
     return {at: number for at, number in there.items() if (at == only if only else not is_loopback(at))}
 
 
 def literal(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return the addresses that need no name server, because that may not reply."""
+    """Return the addresses that need no name server, because a name server may not reply."""
     return tuple(each for each in addresses if ipv4(each.rpartition(":")[0]))
 
 
@@ -215,7 +215,7 @@ def multicast(usable: Mapping[str, int]) -> int | None:
 
 
 def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
-    """Send a packet to the discard port of each address, to see whether it may leave this machine."""
+    """Send a packet to each address's discard port, to see whether it may leave this machine."""
     found = []
     for host in dict.fromkeys(each.rpartition(":")[0] for each in literal(t.address for t in tries)):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -259,7 +259,7 @@ async def reaches_itself() -> bool:
 
 
 def is_mlxtp(host: str, port: int) -> bool:
-    """Return whether an endpoint of mlxtp answers there. Blocks for up to `TRY_S`."""
+    """Return True if an endpoint of mlxtp answers there. Blocks for up to `TRY_S`."""
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=TRY_S)) as connection:
         try:
             connection.request("GET", "/health")
@@ -270,7 +270,6 @@ def is_mlxtp(host: str, port: int) -> bool:
 
 
 def free(name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]) -> PortFacts:
-    """Return whether the port is free now."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         take(host, port).close()
@@ -281,7 +280,7 @@ def free(name: str, flag: str, host: str, port: int, take: Callable[[str, int], 
 
 
 def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
-    """Return the tries, each marked if its address is in a network of `machine`, which made them."""
+    """Mark each try whose address is in a network of `machine`, the machine that tried."""
     networks = [
         ipaddress.IPv4Network((each.address, each.prefix), strict=False)
         for each in machine.interfaces
@@ -299,7 +298,7 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 
 
 class Checkup:
-    """Facts visible to this process. `problem`: why the agent that holds this home could not be queried."""
+    """Facts that this process can see. `problem`: why the agent of this home could not be queried."""
 
     def __init__(
         self,
@@ -317,12 +316,12 @@ class Checkup:
         self._system = system
 
     async def report(self) -> Json:
-        """Return the findings by rows. `docs/doctor.md` names the fields."""
+        """Return the findings by row. `docs/doctor.md` names the fields."""
         facts = await self.facts()
         return to_json(examine(facts), facts)
 
     async def facts(self) -> MachineFacts:
-        """Collect all facts. Takes some seconds; the slowest part is `system_profiler`."""
+        """Collect all facts. Takes some seconds, most of them for `system_profiler`."""
         settings = self._settings
         (machine, identity, network), (memory, firewall, power) = await asyncio.gather(
             asyncio.gather(
@@ -362,7 +361,7 @@ class Checkup:
         return ModelFacts()
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
-        """Return the members stored in the home, each tried from this process."""
+        """Return the home's stored members, after a connection from this process to each."""
         kept, identity = await asyncio.gather(
             in_time(lambda: kept_at(self._settings.home), lambda _: SavedState()),
             in_time(lambda: stored(self._settings.home)[0], lambda _: None),
@@ -383,12 +382,12 @@ class Checkup:
         own = [("endpoint", "--http", settings.http_host, settings.http_port, bind)]
         if not _alone(settings):
             own.append(("control port", "--control", settings.control_host, settings.control_port, listen))
-        # An agent that could not be queried has them.
+        # An agent that cannot be queried still holds its ports.
         tried = [asyncio.to_thread(free, *each) for each in own if each[3] and not self._problem]
         return tuple(await asyncio.gather(*tried))
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
-        """Return whether discovery was tried, the problem if not, and the names found."""
+        """Return whether discovery was tried, the problem if it failed, and the names found."""
         settings, here, names = self._settings, usable(self._settings), set[str]()
         if not settings.discovery or _alone(settings) or not here:
             return False, "", ()
@@ -433,7 +432,7 @@ class Checkup:
                 self._ask(probes.FIREWALL, "--getappblocked", program),
             )
             return mac_firewall(state, everything, app)
-        # Only root may read the rules, so an agent that is root keeps root's rights for this command.
+        # Only root may read the rules, so an agent that runs as root does not drop its rights for this.
         return linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
 
     async def _power(self) -> PowerFacts:

@@ -1,6 +1,6 @@
-"""Facts about one machine, which `diagnostics/checkup.py` fills in. Pure.
+"""Facts about one machine, which `diagnostics/checkup.py` collects. Pure.
 
-None stands for an unknown fact, with the reason beside it where there is one.
+None stands for an unknown fact; a `problem` field next to it says why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..wire.cluster_messages import Machine
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """Layers of one rank of a pipeline, and the seconds in which it computed and waited for the others."""
+    """Layers of one rank of a pipeline, and its seconds of computing and of waiting for other ranks."""
 
     rank: int
     layers: int
@@ -24,11 +24,11 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class AgentFacts:
-    """The agent that collected the facts. State, reason, waiting, model: as in `mlxtp status`.
+    """The agent that collected the facts. State, reason, waiting and model are as in `mlxtp status`.
 
-    problem            an agent holds this home and could not be queried
+    problem            the agent of this home could not be queried
     left_out           groups that planning leaves out
-    fabric             kind of the shown group and its Macs, if there are several
+    fabric             kind of the shown group and its Macs, if it has several
     proof, slow_link   results of the golden proof, and of the links' speed
     failures           number of failed groups with stored files
     left_wired         memory that ended ranks left wired, in words
@@ -59,7 +59,7 @@ class AgentFacts:
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port of an agent. `problem`: why it is not available; `by_mlxtp`: another mlxtp answers there."""
+    """A TCP port of an agent. `problem`: why it is not available. `by_mlxtp`: another mlxtp answers there."""
 
     name: str
     flag: str
@@ -75,7 +75,7 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to reach "ip:port". `shared`: the address is in a network that both ends have."""
+    """One try to reach "ip:port". `shared`: both ends have the address's network."""
 
     address: str
     problem: str = ""
@@ -85,10 +85,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """Another member. `state` is empty where no agent knows it; `ours` are this machine's tries to reach it.
+    """Another member. `state` is "" if no agent knows it; `ours` are this machine's tries to reach it.
 
-    `called`: it opened a link to this machine. `unlike`: a warning about its mlx-metal. `refused`: why it or
-    this machine refused the other last.
+    `called`: it opened a link to this machine. `unlike`: a warning about its mlx-metal. `refused`: why one of
+    the two refused the other last.
     """
 
     name: str
@@ -111,8 +111,8 @@ class MemberFacts:
 class NetworkFacts:
     """Facts about the network.
 
-    loopback         whether this process reaches itself
-    multicast        errno of a send to the group of multicast DNS, 0 after a success, None without one
+    loopback         this process reaches itself
+    multicast        errno of a send to the group of multicast DNS, 0 if it succeeded, None if not tried
     unicast          sends to addresses of other members
     heard            announced names; `listened`: discovery was tried
     beyond_loopback  the endpoint is open to other machines
@@ -130,18 +130,18 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class FirewallFacts:
-    """On macOS, the application firewall. On Linux, `drops`: whether netfilter drops incoming packets."""
+    """On macOS the application firewall. On Linux `drops`: netfilter drops incoming packets."""
 
     enabled: bool | None = None
     blocks_all: bool | None = None
-    app: str = ""  #: State of this Python: "allowed", "blocked", "unlisted", or empty if unknown.
+    app: str = ""  #: State of this Python: "allowed", "blocked", "unlisted", or "" if unknown.
     drops: bool | None = None
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PowerFacts:
-    """The settings in use, by their macOS names. Empty where they could not be read."""
+    """The power settings in use, by their macOS names; empty if unreadable."""
 
     settings: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
@@ -149,7 +149,7 @@ class PowerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Name and validity of a certificate. `renews`: mlxtp renews it by itself, at its start."""
+    """Name and validity of a certificate. `renews`: mlxtp renews it at its start."""
 
     name: str
     begins: datetime
@@ -159,11 +159,11 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class IdentityFacts:
-    """`problem`: why the identity of this home cannot be used; `keys_problem`: the same for its API keys.
+    """`problem`: why this home's identity cannot be used; `keys_problem`: the same for its API keys.
 
     authority_here  this Mac holds the authority's key and can let others in
-    authority_lost  the cluster counts on that, and the key is not here
-    holders         names of the other Macs that can; `holders_here`: of those with a link
+    authority_lost  the cluster expects the key here, but it is missing
+    holders         names of the other Macs that hold it; `holders_here`: of these, the linked ones
     alone           there are no other members
     keys_asked      the endpoint requires a key from other machines
     """
@@ -193,10 +193,10 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """All facts. `members` are the others of the cluster; `now` has a time zone; `program` is this Python.
+    """All facts. `members` are the other members; `now` has a time zone; `program` is this Python.
 
-    The agent refuses requests below `min_free_bytes`, and while the kernel's pressure is critical. `alone`:
-    the settings forbid a cluster.
+    The agent refuses requests if less than `min_free_bytes` is free, or the kernel's pressure is critical.
+    `alone`: the settings forbid a cluster.
     """
 
     name: str
@@ -217,6 +217,6 @@ class MachineFacts:
 
     @property
     def among_others(self) -> bool:
-        """True if other machines must reach this one, or will after it joins."""
+        """True if other machines must reach this one now, or would after it joins."""
         joins = not self.agent.runs_here and not self.alone
         return bool(self.identity.cluster_id) or self.network.beyond_loopback or joins

@@ -1,9 +1,8 @@
-"""Files that an agent keeps of failed epochs: one folder for each in `failures/` of its home.
+"""Files that an agent keeps of failed epochs, in one folder each below `failures/` in its home.
 
-`rank-K.json` is about a rank of this machine: how it ended, its last error, and its flight recorder.
-`epoch.json` is the agent's own record. Files of one epoch from several Macs have the same number and the same
-`epoch_id`, and may be copied together. `mlxtp doctor --postmortem` reads them. Tokens appear only as digests,
-made with the epoch's key, which is not stored.
+`rank-K.json` is about a rank of this machine: its end, its last error, and its flight recorder. `epoch.json`
+is the agent's own record. Files from several Macs belong together if their number and `epoch_id` match.
+`mlxtp doctor --postmortem` reads them. Tokens appear only as digests, keyed with a key that is not stored.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from .causes import EpochRecord, Postmortem, RankRecord, checked, epoch_record, 
 
 log = logging.getLogger(__name__)
 
-FOLDER, PATTERN = "failures", "*-epoch-*"  #: Of the home, and of the names of the folders in it.
+FOLDER, PATTERN = "failures", "*-epoch-*"  #: In the home, and of the names of the folders in it.
 FORMAT = 1
-KEPT = 20  #: Number of failures kept; older ones are removed.
+KEPT = 20  #: Failures kept; older ones are removed.
 COLUMNS = tuple(Step.__dataclass_fields__)
 _DIGEST_BYTES = 6
 #: Exit statuses of a rank that handled SIGTERM.
@@ -55,12 +54,12 @@ _HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -signal.SIGTERM)
 class RankEnd:
     """State and end of a rank process, as its agent sees it. Times are time.monotonic(), 0 for never.
 
-    status          None when it never started, negative for the signal that ended it
+    status          None if it never started, negative for the signal that ended it
     asked_at        its agent sent SIGTERM; `deaf`: in vain
     error, pong     its newest messages; `memory`: the content of its recorder
-    key             the epoch's, empty before it was sent
+    key             the epoch's, b"" until it was sent
     jaccl           its group forms over RDMA; `formed`: the agent's home and the formation counted there
-    stranded_bytes  memory that may be lost until a restart of the Mac
+    stranded_bytes  memory that may be lost until the Mac restarts
     """
 
     rank: int
@@ -80,7 +79,7 @@ class RankEnd:
 
     @property
     def stuck(self) -> bool:
-        """True if the agent killed it where it waited in a collective over RDMA, as far as it said."""
+        """True if the agent killed it in a collective over RDMA, according to its last heartbeat."""
         pong = self.pong
         waits = pong is not None and (pong.in_flight > 0 or pong.phase in ("forming", "proving", "measuring"))
         return self.deaf and self.jaccl and waits
@@ -92,7 +91,7 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpoch:
-    """The agent's record of a failed epoch. `hosts`: Macs of the ranks in rank order, as far as known."""
+    """An agent's record of a failed epoch. `hosts`: the Macs in rank order, as far as known."""
 
     epoch: int
     node: str
@@ -103,9 +102,9 @@ class FailedEpoch:
 
 
 def recorder_memory(path: Path) -> tuple[int, Path] | None:
-    """Return memory for a rank's recorder and the name by which the rank opens it, `path` if possible.
+    """Return memory for a rank's recorder and the name for the rank to open it, `path` if possible.
 
-    A full disk must not keep a rank from starting: the memory is then elsewhere, or None.
+    A full disk must not keep a rank from starting. The memory is then elsewhere, or None is returned.
     """
     try:
         return recording_file(path), path
@@ -121,12 +120,12 @@ def recorder_memory(path: Path) -> tuple[int, Path] | None:
 
 
 def recording_file(path: Path) -> int:
-    """Make the memory for a rank's recorder. Its descriptor outlives its name. Raises OSError."""
+    """Create the memory for a rank's recorder. Its descriptor outlives its name. Raises OSError."""
     return _filled(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE), path)
 
 
 def _anonymous() -> tuple[int, Path]:
-    """Make the memory without a disk. Its name cannot be removed, and ends with the descriptor."""
+    """Create the memory without a disk. Its name lasts as long as the descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has such files")
     descriptor = _filled(os.memfd_create("recording"))
@@ -134,14 +133,14 @@ def _anonymous() -> tuple[int, Path]:
 
 
 def _temporary() -> tuple[int, Path]:
-    """Make the memory in the folder for temporary files, perhaps on another disk."""
+    """Create the memory in the folder for temporary files, perhaps on another disk."""
     descriptor, name = tempfile.mkstemp(prefix="mlxtp-", suffix=".recording")
     path = Path(name)
     return _filled(descriptor, path), path
 
 
 def _filled(descriptor: int, path: Path | None = None) -> int:
-    """Write all of it, so that a disk that fills up later does no harm. Raises OSError and leaves nothing."""
+    """Fill the memory now, so that a disk that fills up later does no harm. On OSError nothing is left."""
     left = memoryview(bytes(RECORDING_BYTES))
     try:
         while left:  # at the end of a disk a write is short, and only the next one raises
@@ -155,15 +154,11 @@ def _filled(descriptor: int, path: Path | None = None) -> int:
 
 
 def read_recording(descriptor: int) -> bytes:
-    """Return the content of a recorder, also while its rank runs."""
     return os.pread(descriptor, RECORDING_BYTES + MAX_CRASH_BYTES, 0)
 
 
 def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
-    """Write the files of one failure, remove the oldest, and return its folder.
-
-    Raises ConfigError when they cannot be written.
-    """
+    """Write the files of one failure, remove the oldest, and return the folder. Raises ConfigError."""
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
     make_private_folder(home / FOLDER)
@@ -175,7 +170,7 @@ def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
     others = sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=age)
     _write(folder / "epoch.json", common | about_epoch(failed, now))
     latest_ns, _ = max(map(age, others), default=(0, ""))
-    if age(folder)[0] <= latest_ns:  # the clock was set back; this failure is the newest all the same
+    if age(folder)[0] <= latest_ns:  # the clock was set back, yet this failure is the newest
         with contextlib.suppress(OSError):
             os.utime(folder / "epoch.json", ns=(latest_ns + 1, latest_ns + 1))
     for end in ends:
@@ -186,7 +181,7 @@ def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
 
 
 def age(folder: Path) -> tuple[int, str]:
-    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use."""
+    """Sort key of failures, oldest first. Without an `epoch.json` a failure is of least use."""
     try:
         return (folder / "epoch.json").stat().st_mtime_ns, folder.name
     except OSError:
@@ -194,7 +189,7 @@ def age(folder: Path) -> tuple[int, str]:
 
 
 def epoch_id(key: bytes) -> str:
-    """Return an id that distinguishes epochs of one number without revealing the key."""
+    """Return an id that tells epochs with the same number apart, without revealing the key."""
     return hashlib.blake2b(b"mlxtp epoch id", key=key, digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -220,10 +215,10 @@ def about_epoch(failed: FailedEpoch, now: float) -> dict[str, Any]:
 
 
 def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
-    """Return the fields of a rank's file. `now` and `monotonic` are the same instant on both clocks."""
+    """Return the fields of a rank's file. `now` and `monotonic` are one instant on two clocks."""
     recording = decode(end.memory)
     code = code_of_exit(end.status) if end.status is not None else None
-    expected_at = min(end.ended_at, end.asked_at or end.ended_at)  # the last time that it owed a heartbeat
+    expected_at = min(end.ended_at, end.asked_at or end.ended_at)  # the last time it owed a heartbeat
     return {
         "kind": "rank",
         "rank": end.rank,
@@ -242,7 +237,7 @@ def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
 
 
 def _words(error: Error | None, recording: Recording | None) -> dict[str, str] | None:
-    """Return the last error: the one in its memory, else the one received through its pipe."""
+    """Return the last error: from the recorder's memory, else from the rank's pipe."""
     if recording is not None and recording.code:
         return {"code": recording.code, "detail": recording.detail}
     if error is not None:
@@ -283,7 +278,7 @@ _Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
 
 
 def newest(home: Path) -> Path:
-    """Return the folder of the newest failure. Raises UserError when there is none."""
+    """Return the folder of the newest failure. Raises UserError if there is none."""
     found = list((home / FOLDER).glob(PATTERN))
     if not found:
         raise UserError(f"no failure is kept in {home / FOLDER}")
@@ -291,10 +286,7 @@ def newest(home: Path) -> Path:
 
 
 def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
-    """Return one for each epoch that the folders have files of, oldest first.
-
-    Raises UserError for a folder or file that is no failure's.
-    """
+    """Return one per epoch in the folders' files, oldest first. Raises UserError for unusable ones."""
     return _examined([_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)])
 
 
@@ -309,7 +301,7 @@ def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
 def _examined(read: Iterable[_Parsed]) -> list[Postmortem]:
     groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
     for own, record in sorted(read, key=lambda each: each[0][1] == ""):
-        # Ranks that did not receive the epoch's key before it ended have no id of it.
+        # A rank without the epoch's key has no id for it.
         key = own if own[1] else next((known for known in groups if known[0] == own[0]), own)
         ranks, agents = groups.setdefault(key, ([], []))
         if isinstance(record, RankRecord):

@@ -1,6 +1,6 @@
-"""Rows of the doctor: why each matters, and what is said of it besides faults; reports of them.
+"""Rows of the doctor: why each matters, what it shows apart from faults, and their reports.
 
-The faults are those of `placement/faults.py` and of `checks.py`. `docs/doctor.md` is made of both.
+The faults are in `placement/faults.py` and `checks.py`. `docs/doctor.md` is generated from both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .facts import MachineFacts
 
 FAULTS = (*faults.FAULTS, *OF_FACTS)
 ok = partial(Finding, Level.OK)
-info = partial(Finding, Level.INFO)  #: Worth knowing, or not known.
+info = partial(Finding, Level.INFO)  #: Worth knowing, or unknown.
 
 
 # --- rows, in their order ---------------------------------------------------------------------------------
@@ -38,9 +38,9 @@ info = partial(Finding, Level.INFO)  #: Worth knowing, or not known.
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of the doctor, on the `systems`. `why` says why it matters where a fault does not.
+    """One line of the doctor, on the `systems`. `why` explains its importance if a fault does not.
 
-    `state` yields what is said besides faults; its flag says whether one is a warning or an error.
+    `state` yields what it shows apart from faults; its flag says whether one is a warning or an error.
     """
 
     id: str
@@ -292,7 +292,7 @@ def _power(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
 
 
 def _unread(machine: Machine, *commands: str) -> str:
-    """Return the notes of these commands about what they left unknown; "" if there are none."""
+    """Return these commands' notes on facts they could not determine, or ""."""
     return "; ".join([each for each in machine.notes if each.partition(": ")[0] in commands])
 
 
@@ -312,7 +312,7 @@ class Examined:
 
 
 def examine(facts: MachineFacts) -> tuple[Examined, ...]:
-    """Return this machine's findings in the order of the rows. Rows without a finding are left out."""
+    """Return this machine's findings in the order of the rows, without rows that have none."""
     row_of = {fault.id: fault.row for fault in FAULTS}
     seen = faults.faults_of(facts.machine) + [each for fault in OF_FACTS for each in fault.found(facts)]
     examined = []
@@ -357,7 +357,7 @@ MARKS = {"ok": "✓", "info": "·", "warning": "!", "error": "✗"}
 ASCII_MARKS = {"ok": "+", "info": "-", "warning": "!", "error": "x"}
 STYLES = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
 _TITLE = 15
-_LEAST = 40  #: Columns of text, at least, in any terminal.
+_LEAST = 40  #: Least columns of text in any terminal.
 _wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of other nodes: those that announcements claim, and those to dial next. Pure: time comes in."""
+"""Addresses of other nodes: the announced ones, and the next ones to dial. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TypeVar
 from ..background import Backoff
 
 # --- cache of the nodes that announce themselves on the network ------------------------------------------
-# A sighting is a hint where a node may be reached; it makes no node a member. Any device on the network can
-# announce anything. So every sighting is checked, their number is limited, and they expire.
+# A sighting only hints at where a node may be, because any device on the network can announce anything. So
+# every sighting is checked, their number is limited, and they expire.
 
 SERVICE = "_mlxtp._tcp.local."
 TXT_VERSION = "1"
@@ -24,13 +24,13 @@ _MAX_TXT_KEYS = 16
 _MAX_TXT_BYTES = 512
 _MAX_LABEL_BYTES = 63  #: RFC 1035, section 2.3.4.
 
-#: Seconds between two checks of a sighting. The network is queried only once its records are too old: those
-#: of a host are after 120 s (RFC 6762, section 10).
+#: Seconds between two checks of a sighting. A check queries the network only if the host's records have
+#: expired, after 120 s (RFC 6762, section 10).
 CONFIRM_S = 30.0
-BELIEVED_S = 60.0  #: Seconds for which a sighting is accepted after its records were last there.
-RETRY = Backoff(1.0, 60.0)  #: Pauses between requests for records that do not come.
+BELIEVED_S = 60.0  #: Seconds that a sighting stays accepted without its records.
+RETRY = Backoff(1.0, 60.0)  #: Pauses between requests for missing records.
 
-#: The keys of the TXT record: the pattern of each value, and its description. A missing one is an empty one.
+#: Keys of the TXT record, with each value's pattern and description. A missing value counts as empty.
 _TXT = {
     b"txtvers": (re.compile(TXT_VERSION.encode()), TXT_VERSION),
     b"id": (re.compile(rb"[0-9a-f]{32}"), "32 hex digits"),
@@ -42,9 +42,9 @@ _TXT = {
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """Announcement of a node, which every device on the network reads. `has_ca`: it handles joins.
+    """Announcement of a node, for every device on the network. `has_ca`: it can admit joiners.
 
-    `cluster_id` is empty without a cluster, `port` is the control port.
+    `cluster_id` is "" without a cluster; `port` is the control port.
     """
 
     node_id: str
@@ -56,7 +56,7 @@ class Advert:
 
     def service(self) -> str:
         ending = f" [{self.node_id[:8]}]"
-        # A dot would start another part of the name.
+        # A dot would begin another label of the name.
         printable = "".join(char if char.isprintable() else "" for char in self.name.replace(".", "-"))
         room = _MAX_LABEL_BYTES - len(ending) - len("-9999")
         short = printable.encode("utf-8", "ignore")[:room].decode("utf-8", "ignore").strip()
@@ -74,7 +74,7 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredPeer:
-    """Announcement of a peer, not authenticated. `addresses` are "ip:port", sorted, 1 to 16 of them."""
+    """Announcement of a peer, not authenticated. `addresses`: 1 to 16 times "ip:port", sorted."""
 
     node_id: str
     cluster_id: str
@@ -99,9 +99,9 @@ def validate(
     *,
     loopback: bool = False,
 ) -> DiscoveredPeer | Refused:
-    """Return the peer that these records describe, without the packed `addresses` that cannot be dialled.
+    """Return the peer that these records describe, without `addresses` (packed) that cannot be dialed.
 
-    With `loopback` only addresses of this machine's loopback count, otherwise only others.
+    `loopback`: only loopback addresses count, else only others.
     """
     if isinstance(label := _label(service), Refused):
         return label
@@ -132,7 +132,7 @@ def _label(service: str) -> str | Refused:
 
 
 def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refused:
-    """Return the peer in a TXT record. Unknown keys are ignored: they are for later versions."""
+    """Parse a TXT record. Unknown keys are ignored, for later versions."""
     size = sum(len(key) + len(value or b"") for key, value in properties.items())
     if len(properties) > _MAX_TXT_KEYS or size > _MAX_TXT_BYTES:
         return Refused(f"a TXT record of {len(properties)} keys and {size} bytes")
@@ -154,12 +154,12 @@ def _host(packed: bytes) -> ipaddress.IPv4Address | None:
 
 
 def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
-    """Return True if a sighting with our node id is from elsewhere: our home folder was copied."""
+    """Return True if another machine announces our node id: our home folder was copied."""
     here = any(address.rpartition(":")[0] in own_addresses for address in sighting.addresses)
     return service != own_service or not here
 
 
-#: Remedy for a process that macOS keeps from the local network. The exemptions are from Apple's TN3179.
+#: Remedy if macOS keeps a process from the local network. Source of the exemptions: Apple's TN3179.
 ALLOW = (
     "allow it, or the app that it was started in (iTerm, an editor), in System Settings > Privacy & Security "
     "> Local Network; a LaunchDaemon (`mlxtp service install`) needs no permission, nor does a session of "
@@ -168,7 +168,7 @@ ALLOW = (
 
 
 def explain(errno: int | None, detail: str) -> str:
-    """Return why discovery fails and how to fix it, for the user. `errno` is what a send raised."""
+    """Return why discovery fails, and a remedy, for the user. `errno`: raised by a send."""
     aid = "other Macs can be named by --peer HOST:PORT meanwhile"
     match errno:
         case 65:  # EHOSTUNREACH as macOS numbers it
@@ -187,7 +187,7 @@ def explain(errno: int | None, detail: str) -> str:
 
 @dataclass(slots=True)
 class _Entry:
-    """An announced name. `due` is when to check its records, `seen` when they were last there."""
+    """An announced name. `due`: when to check its records. `seen`: when they were last there."""
 
     due: float
     tries: int = 0
@@ -196,9 +196,9 @@ class _Entry:
 
 
 class PeerCache:
-    """Announced names: each waits for its records, or its sighting was accepted. Refused ones are forgotten.
+    """Announced names, in two kinds: waiting for their records, or accepted. Refused ones are forgotten.
 
-    Of 64 of each kind, the one announced longest ago goes.
+    Each kind has room for 64; the name announced longest ago is dropped.
     """
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class PeerCache:
         return self._believed.pop(service, None) is not None
 
     def due(self, now: float) -> list[str]:
-        """Return names whose records to check now: the least tried first, then the latest announced."""
+        """Return names to check now: the least tried first, then the latest announced."""
         entries = [*self._waiting.items(), *self._believed.items()]
         ready = [(name, entry) for name, entry in reversed(entries) if entry.due <= now]
         return [name for name, entry in sorted(ready, key=lambda pair: pair[1].tries)]
@@ -233,11 +233,11 @@ class PeerCache:
         return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
 
     def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
-        """Store the verdict on its records. Return True if accepted sightings changed."""
+        """Apply the verdict on a name's records. Return True if accepted sightings changed."""
         waiting = self._waiting.pop(service, None)
         before = self._believed.pop(service, None)
         if waiting is None and before is None:
-            return False  # withdrawn, or crowded out, while its records were on their way
+            return False  # withdrawn or crowded out before its records arrived
         if isinstance(verdict, Refused):
             return before is not None
         changed = before is None or before.sighting != verdict
@@ -245,7 +245,7 @@ class PeerCache:
         return changed
 
     def failed(self, service: str, now: float) -> bool:
-        """Retry later: no records came. Return True if a sighting expired, after BELIEVED_S."""
+        """Retry later, as no records arrived. Return True if a sighting expired, after BELIEVED_S."""
         entry = self._waiting.get(service) or self._believed.get(service)
         if entry is None:
             return False
@@ -277,10 +277,10 @@ _NETWORK, _CABLE, _TUNNEL = range(3)
 
 
 def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], primary: str) -> list[str]:
-    """Return one address each of the network's interface and of one more, if possible that of a cable.
+    """Return an address of the main network's interface and of one more, preferably a cable's.
 
-    `numbers` has the interface of each address, `primary` is the address of the default route. Both ends of
-    two cables choose the same one. Announced on all of them, macOS renamed its host hundreds of times.
+    `numbers`: interface of each address. `primary`: address of the default route. Both ends of two cables
+    choose the same cable. When all addresses were announced, macOS renamed its host hundreds of times.
     """
 
     def kind(address: str) -> int:
@@ -299,22 +299,22 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
 
 
 # --- choice of the addresses to dial, to keep a link with every node of the cluster ----------------------
-# They come from the user (`--peer`), from links of earlier runs, and from sightings on the network, as
-# "host:port", compared as text. Only the link itself shows which node is there.
+# Addresses ("host:port", compared as text) are from the user (`--peer`), from links of earlier runs, and from
+# sightings. Only a link shows which node is there.
 
 V = TypeVar("V")
 
 AT_ONCE = 8
-#: Hints from the network among the AT_ONCE dials: false ones must not crowd out the others.
+#: Sightings among the AT_ONCE dials: false ones must not crowd out other addresses.
 HINTED_AT_ONCE = 6
-AT_ONCE_A_NODE = 2  #: As many as a node admits from one source before they authenticate.
+AT_ONCE_A_NODE = 2  #: As many unauthenticated connections as a node admits from one source.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 FOREIGN_S = 60.0
-STEADY_S = 10.0  #: Seconds. When a link that lasted this long breaks, its address is dialled at once.
-DIAL_S = 30.0  #: Seconds without a result after which a dial has failed.
+STEADY_S = 10.0  #: Seconds. The address of a link that lasted this long is dialed again at once.
+DIAL_S = 30.0  #: Seconds until a dial without a result has failed.
 MAX_KNOWN = 2048
-MAX_LENGTH = 300  #: Characters of one address; a host name has up to 253.
+MAX_LENGTH = 300  #: Characters of an address. A host name has up to 253.
 _BACKOFF = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
 _MAX_KEPT = 256
 _MAX_MARKED = 64
@@ -329,9 +329,9 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 @dataclass(slots=True)
 class _Address:
-    """One address. `hinted` and `kept` are the nodes reported there, by sightings and by earlier links.
+    """One address. `hinted`, `kept`: nodes that sightings and earlier links report there.
 
-    `found` is the node that answered last. `tries` counts dials since the last reason to retry at once.
+    `found`: the node that answered last. `tries`: dials since the last reason to retry at once.
     """
 
     static: bool = False
@@ -343,7 +343,7 @@ class _Address:
     reached_at: float = float("-inf")
 
     def wanted(self, linked: Collection[str]) -> list[str]:
-        """Return the nodes without a link that may be here; "" stands for a node that is still unknown."""
+        """Return the unlinked nodes that may be here; "" stands for an unknown node."""
         if self.static and not self.found:
             return [""]
         return [node for node in sorted({*self.hinted, self.kept, self.found}) if node and node not in linked]
@@ -354,10 +354,10 @@ class _Address:
 
 
 class Dialing:
-    """Addresses known to one node of a cluster, with the times of their dials. `static` are the user's.
+    """Addresses known to one node of a cluster, and when to dial them. `static`: the user's own.
 
-    Call `tick` about twice a second, dial what it returns, and report the end of each dial: one of `reached`,
-    `failed`, `ourselves`, `foreign`.
+    Call `tick` about twice a second, and dial what it returns. Report each result by `reached`, `failed`,
+    `ourselves` or `foreign`.
     """
 
     def __init__(self, node_id: str, cluster_id: str, static: Iterable[str] = ()) -> None:
@@ -377,7 +377,7 @@ class Dialing:
             self._keep(address, node_id)
 
     def remembered(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the addresses at which each node was reached, the latest first."""
+        """Return each node's addresses from earlier links, latest first."""
         nodes: dict[str, list[tuple[float, str]]] = {}
         for address, entry in self._addresses.items():
             if entry.kept:
@@ -391,7 +391,7 @@ class Dialing:
             self._drop_if_idle(address)
 
     def sighted(self, sightings: Sequence[DiscoveredPeer], now: float) -> None:
-        """Replace the current sightings. New addresses of this cluster are dialled without waiting."""
+        """Replace the current sightings. New addresses of this cluster are due at once."""
         believed = {
             (sighting.node_id, address)
             for sighting in sightings
@@ -409,7 +409,7 @@ class Dialing:
         self._sighted = believed
 
     def interfaces_changed(self, now: float) -> None:
-        """Retry all addresses: other nodes may be behind them now."""
+        """Make all addresses due, since they may now lead to other nodes."""
         self._own.clear()
         self._foreign.clear()
         for address in self._addresses:
@@ -418,7 +418,7 @@ class Dialing:
     # --- what to do
 
     def tick(self, now: float, linked: Collection[str]) -> list[str]:
-        """Return the addresses to dial now. `linked` are the ids of the nodes that need no dialling."""
+        """Return the addresses to dial now. `linked`: ids of nodes that need no dial."""
         for address, (since, _) in list(self._in_flight.items()):
             if now - since >= DIAL_S:
                 self.failed(address, now)
@@ -435,7 +435,7 @@ class Dialing:
         return chosen
 
     def _node_to_dial(self, address: str, entry: _Address, now: float, linked: Collection[str]) -> str | None:
-        """Return the node that a dial of this address is for; None if the address has to wait."""
+        """Return the node to reach by dialing this address; None if the address must wait."""
         if address in self._in_flight or address in self._own or now < entry.due:
             return None
         if now - self._dialled.get(address, float("-inf")) < FIRST_BACKOFF_S:
@@ -449,12 +449,12 @@ class Dialing:
         free = (node for node in entry.wanted(linked) if not node or busy.count(node) < AT_ONCE_A_NODE)
         return next(free, None)
 
-    # --- what came of it
+    # --- results
 
     def reached(self, address: str, node_id: str, now: float) -> None:
-        """Record an open link: this node is there, and other hints about the address were wrong.
+        """Record an open link. The node is there, so other hints about the address were wrong.
 
-        If the link breaks soon, the address waits as if the dial had failed.
+        A link that breaks soon counts as a failed dial.
         """
         if node_id == self._node_id:
             self.ourselves(address)
@@ -473,14 +473,14 @@ class Dialing:
             self._drop_if_idle(address)
 
     def ourselves(self, address: str) -> None:
-        """Record that this node itself answered: no dial before its interfaces change."""
+        """Record that this node itself answered. The address rests until the interfaces change."""
         self._in_flight.pop(address, None)
         _mark(self._own, address, None, _MAX_MARKED)
         if address in self._addresses:
             self._drop_if_idle(address)
 
     def foreign(self, address: str, now: float) -> None:
-        """Record an answer by a node of another cluster: no dial for a minute."""
+        """Record that a node of another cluster answered. The address rests for a minute."""
         self._in_flight.pop(address, None)
         _mark(self._foreign, address, now + FOREIGN_S, _MAX_MARKED)
         if (entry := self._addresses.get(address)) is not None:
@@ -518,7 +518,7 @@ class Dialing:
             self._drop_if_idle(oldest)
 
     def _give_hope(self, address: str, now: float) -> None:
-        """Make the address due now; `_node_to_dial` keeps two attempts the shortest backoff apart."""
+        """Make the address due now. `_node_to_dial` still spaces its dials by the shortest backoff."""
         entry = self._addresses[address]
         entry.tries = 0
         entry.due = max(now, self._foreign.get(address, now))
@@ -530,7 +530,7 @@ class Dialing:
 
 
 def _turn(entry: _Address) -> tuple[bool, int, float]:
-    """Sort key: addresses that are more than a hint, then the least tried, then the longest waiting."""
+    """Sort key: first addresses that are more than a hint, then the least tried, then the first due."""
     return (entry.is_only_hinted, entry.tries, entry.due)
 
 

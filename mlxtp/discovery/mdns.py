@@ -1,6 +1,6 @@
-"""Multicast DNS: announces this node on the network and finds the others that announce themselves.
+"""Multicast DNS: announces this node on the network, and finds nodes that do the same.
 
-Everything from the network is only a hint; `discovery/addresses.py` decides which hints are accepted.
+Everything found is only a hint; `discovery/addresses.py` decides which hints to accept.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .addresses import (
 # --- multicast DNS on this machine's interfaces, by python-zeroconf --------------------------------------
 
 RESOLVE_S = 3.0
-#: Seconds. The check that a name is free takes 0.7 s, unless other devices claim one name after the other.
+#: Seconds. Checking that a name is free takes 0.7 s, unless other devices claim one name after another.
 REGISTER_S = 5.0
 _GROUP = ("224.0.0.251", 9)  #: The group of multicast DNS, at the discard port.
-_TUNNEL_PREFIX = 32  #: Also for one of another netmask: it leads to one machine.
-_ELSEWHERE = ("192.0.2.1", 9)  #: An address behind the default route, for examples (RFC 5737).
+_TUNNEL_PREFIX = 32  #: Also given to tunnels with another netmask: they lead to one machine.
+_ELSEWHERE = ("192.0.2.1", 9)  #: An address behind the default route, reserved for examples (RFC 5737).
 
-Addresses = Mapping[str, int]  #: IPv4 addresses of this machine, each with the number of its interface.
+Addresses = Mapping[str, int]  #: This machine's IPv4 addresses, with the numbers of their interfaces.
 
 
 def addresses_up() -> Addresses:
@@ -71,10 +71,7 @@ def announcing_addresses(addresses: Addresses) -> list[str]:
 
 
 def send_something(addresses: Collection[str]) -> None:
-    """Raise the OSError of the first address if this process may send to the group from none of them.
-
-    zeroconf only logs errors of its sends.
-    """
+    """Raise the first OSError if no address can send to the group, because zeroconf only logs that."""
     errors = []
     for address in addresses:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -95,15 +92,14 @@ def info_of(service: str) -> AsyncServiceInfo | None:
 
 
 def _new_server() -> str:
-    """Return a fresh name: with a used one, others would mix these addresses with former ones."""
+    """Return a fresh name: with a used one, others would mix in these addresses' predecessors."""
     return f"mlxtp-{secrets.token_hex(8)}.local."
 
 
 class Network:
-    """Sockets on the `wanted` of these addresses, a browser, and our own service with all of them.
+    """Sockets on the `wanted` of these addresses, a browser, and our own service with all addresses.
 
-    `heard` is called with each full name and True if it is there now. Methods raise OSError and zeroconf's
-    errors.
+    `heard` gets each full name, and True if it is there now. Methods raise OSError and zeroconf's errors.
     """
 
     def __init__(
@@ -143,7 +139,7 @@ class Network:
         return await info.async_request(self._mdns.zeroconf, RESOLVE_S * 1000)
 
     async def announce(self, advert: Advert) -> None:
-        """Announce to all nodes, three times within 0.5 s, after a check that the name is free."""
+        """Check that the name is free, then announce to all nodes, three times within 0.5 s."""
         if self.service and self.advert is not None and self.advert.service() != advert.service():
             await (await self._mdns.async_unregister_service(self._describe(self.advert, self.service)))
             self.service = ""
@@ -172,7 +168,7 @@ class Network:
         )
 
     async def move(self, addresses: Addresses, wanted: Collection[str]) -> None:
-        """Use these addresses from now on. One that has moved to another interface counts as new."""
+        """Switch to these addresses. An address that moved to another interface counts as new."""
         cache = self._mdns.zeroconf.cache
         cache.async_remove_records([each for name in cache.names() for each in cache.entries_with_name(name)])
         same = [a for a in wanted if self.addresses.get(a, addresses[a]) == addresses[a]]
@@ -190,20 +186,20 @@ class Network:
         try:
             await self._mdns.async_close()
         except BaseException:
-            self._mdns.zeroconf.close()  # at once: no socket may outlive this
+            self._mdns.zeroconf.close()  # at once, because no socket may outlive this
             raise
 
 
 # --- announcing and browsing -----------------------------------------------------------------------------
 
 REFRESH_S = 2.0  #: Seconds between two checks of this machine's interfaces.
-#: Seconds between two queries for all nodes, besides listening: an announcement may have been lost.
+#: Seconds between two queries for all nodes, in case an announcement was lost.
 ASK_AGAIN_S = 60.0
 RESOLVE_AT_ONCE = 8
 RETRY_LOOK_S = 0.5
-CHANGE_S = 0.2  #: Seconds between two calls of `on_change`, at least, even in a flood of announcements.
+CHANGE_S = 0.2  #: Least seconds between two calls of `on_change`, even in a flood of announcements.
 CLOSE_S = 2.0
-#: More names than a house full of Macs has. zeroconf keeps them all, and repeats them in its questions.
+#: More names than any site has Macs. zeroconf keeps them all, and repeats them in its queries.
 MAX_NAMES = 512
 FIRST_REST_S = 5.0
 MAX_REST_S = 60.0
@@ -218,8 +214,8 @@ class _PeerSearch:
         background: Background,
     ) -> None:
         self.sightings = PeerCache()
-        self.network: Network | None = None  #: The one that this node is on now.
-        self.advert: Advert  #: This node's own.
+        self.network: Network | None = None
+        self.advert: Advert  #: this node's own
         self._on_change = on_change
         self._announce = say
         self._background = background
@@ -271,7 +267,7 @@ class _PeerSearch:
 
     async def _ask(self, network: Network, service: str, info: AsyncServiceInfo) -> None:
         try:
-            with contextlib.suppress(ZeroconfError):  # it was closed meanwhile
+            with contextlib.suppress(ZeroconfError):  # the network was closed meanwhile
                 if await network.resolve(info):
                     self._judge(service, info)
                 else:
@@ -309,8 +305,8 @@ class _PeerSearch:
 class Discovery:
     """Announcer and browser of this node. After a failure it reports the problem and tries again.
 
-    `on_change` is called with all accepted sightings, `say` with a sentence for the user when something has
-    to be fixed, or works again. Everything runs in the event loop that called `start`.
+    `on_change` gets all accepted sightings; `say` gets a sentence for the user when something must be fixed,
+    or works again. Everything runs in the event loop that called `start`.
     """
 
     def __init__(
@@ -331,7 +327,7 @@ class Discovery:
         self._rests = 0
 
     async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
-        """Begin, on these addresses of this machine; without any, on all that are up except loopback."""
+        """Start on these addresses, or by default on all that are up, except loopback."""
         self._search.advert = advert
         self._only = tuple(addresses)
         self._background.start(self._keep_open(), "discovery")
@@ -401,7 +397,7 @@ class Discovery:
             self._rests = 0
 
     async def _rest(self) -> None:
-        """Leave the network for a while, and free what zeroconf remembers."""
+        """Leave the network for a while, and free zeroconf's memory."""
         pause_s = Backoff(FIRST_REST_S, MAX_REST_S).after(self._rests)
         self._rests += 1
         await self._shut(goodbye=False)
@@ -414,7 +410,7 @@ class Discovery:
     async def _shut(self, *, goodbye: bool = True) -> None:
         network, self._search.network = self._search.network, None
         if network is not None:
-            # A goodbye fails on a network that is gone.
+            # On a network that is gone, a goodbye fails.
             with contextlib.suppress(OSError, ZeroconfError):
                 async with asyncio.timeout(CLOSE_S):
                     await network.close(goodbye=goodbye)

@@ -1,5 +1,5 @@
-"""This Mac's keys and membership, and the exchange by which it joins a cluster.
+"""This Mac's keys and membership, and the exchange that admits it to a cluster.
 
-Read `store.Store` (what is on disk, by `private_files`) first. `join_protocol` has the tokens, and both ends
-of the exchange without I/O. `join_network.enter` finds a member and runs it.
+Read `store.Store` first: the files on disk, written by `private_files`. `join_protocol` has the tokens, and
+both ends of the exchange without I/O. `join_network.enter` finds a member and runs the exchange.
 """

@@ -1,4 +1,4 @@
-"""Membership of this Mac: it already is a member, founds a cluster, or joins one with a token."""
+"""Membership of this Mac: it is a member already, founds a cluster, or joins one with a token."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from .store import Identity, Store
 
 log = logging.getLogger(__name__)
 
-# --- the two ends of `join_protocol.py`, each on a TLS connection of its own -----------------------------
+# --- both ends of `join_protocol.py`, each exchange on its own TLS connection ----------------------------
 
-JOIN_S = 10.0  #: seconds that one exchange may take, connecting included
+JOIN_S = 10.0  #: seconds for one exchange, connecting included
 _EPOCH = 0
 
 
 async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = JOIN_S) -> Granted:
-    """Join the cluster of a member. Raises what `Joiner` raises, and LinkError after `deadline_s` seconds."""
+    """Join the cluster of a member. Raises as `Joiner` does, and LinkError after `deadline_s` seconds."""
     try:
         async with asyncio.timeout(deadline_s):
             reader, writer = await open_tls(host, port, join_context(), ALPN_JOIN, deadline_s)
@@ -64,7 +64,7 @@ async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = 
 
 async def _exchange(connection: StreamLink, joiner: Joiner, certificate: bytes) -> Granted:
     offer = await _next(connection)
-    assert isinstance(offer, JoinOffer)  # nothing else is legal
+    assert isinstance(offer, JoinOffer)  # no other message is legal
     connection.send(joiner.on_offer(offer, certificate))
     answer = await _next(connection)
     if isinstance(answer, JoinRefusal):
@@ -82,17 +82,17 @@ async def answer_joiner(
     clock: Callable[[], float],
     deadline_s: float = JOIN_S,
 ) -> Admitted | None:
-    """Run the exchange with one joiner. Return it if it was admitted.
+    """Run the exchange with one joiner, and return it if it was admitted.
 
-    `host` is the offer of `redirect` on a Mac without the authority's key. `clock` is the issuer's. Raises
-    RemoteProtocolError for a joiner that breaks the rules, LinkError for one that is gone or late.
+    `host`: on a Mac without the authority's key, the offer from `redirect`. `clock`: the issuer's. Raises
+    RemoteProtocolError if the joiner breaks the rules, LinkError if it is gone or late.
     """
     connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.UPPER, _EPOCH))
     try:
         async with asyncio.timeout(deadline_s):
             connection.send(host if isinstance(host, JoinOffer) else host.offer)
             request = await _next(connection)
-            assert isinstance(request, JoinRequest)  # nothing else is legal
+            assert isinstance(request, JoinRequest)  # no other message is legal
             if isinstance(host, JoinOffer):
                 raise RemoteProtocolError("the joiner sent its request here, but the offer named another Mac")
             answer = host.on_request(request, clock())
@@ -118,14 +118,14 @@ async def _next(connection: StreamLink) -> Message:
 
 # --- membership of this Mac ------------------------------------------------------------------------------
 
-FIND_S = 30.0  #: seconds for which a Mac of the token's cluster is searched
+FIND_S = 30.0  #: seconds to search for a Mac of the token's cluster
 TICK_S = 0.1
-MAX_ASKED = 32  #: requests to join that are open at one time
+MAX_ASKED = 32  #: open requests to join
 
 
 @dataclass(frozen=True, slots=True)
 class JoinResult:
-    """Identity of this Mac, its role at this start (`founded`, `joined`), and addresses of peers."""
+    """This Mac's identity, whether it `founded` or `joined` a cluster now, and addresses of peers."""
 
     identity: Identity
     founded: bool = False
@@ -134,7 +134,7 @@ class JoinResult:
 
 
 async def enter(settings: Settings, store: Store, forget: Callable[[], None]) -> JoinResult:
-    """Load, found or join a cluster; `forget` removes the state of an earlier one. Raises UserError."""
+    """Load, found or join a cluster. `forget` removes an earlier cluster's state. Raises UserError."""
     identity = store.load_or_create()
     if not settings.join:
         if identity.membership is not None:
@@ -181,7 +181,7 @@ async def _join(settings: Settings, identity: Identity, token: JoinToken) -> Gra
 
 
 class _JoinSearch:
-    """Search that asks all known addresses, many at once, as any may be of a Mac that only pretends."""
+    """Search that tries many addresses at once, because an impostor may have announced any of them."""
 
     def __init__(self, settings: Settings, identity: Identity, token: JoinToken, queue: JoinQueue) -> None:
         self._settings = settings
@@ -216,7 +216,7 @@ class _JoinSearch:
         raise ConfigError(f"cluster {cluster} could not be joined within {FIND_S:g} s: {self._problem}")
 
     def _is_hopeless(self) -> bool:
-        """True if all known addresses were named by the user and are of another cluster."""
+        """True if the user named all known addresses and all are of another cluster."""
         addresses = self._queue.addresses
         return bool(addresses) and not self._settings.discovery and self._foreign >= addresses
 
@@ -227,7 +227,7 @@ class _JoinSearch:
 
     async def _ask(self, announcer: str, address: str, patience_s: float) -> None:
         where, identity = host_and_port(address), self._identity
-        assert where is not None  # `JoinQueue` takes no other
+        assert where is not None  # `JoinQueue` accepts only addresses
         nonce = secrets.token_bytes(NONCE_BYTES)
         joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
         try:
@@ -246,7 +246,7 @@ class _JoinSearch:
             self._queue.asked(address, time.monotonic())
 
     def _settle(self, outcome: Granted | Denied) -> None:
-        if self._outcome.done():  # a Mac may have several addresses
+        if self._outcome.done():  # one Mac may answer at several addresses
             return
         if isinstance(outcome, Denied):
             self._outcome.set_exception(outcome)
@@ -255,7 +255,7 @@ class _JoinSearch:
 
 
 def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQueue) -> None:
-    # Macs that can admit others come first.
+    # Macs that can admit others go first.
     for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
         if sighting.cluster_id == token.cluster_id:
             queue.add(f"{sighting.node_id} {sighting.name}", sighting.addresses)
@@ -263,17 +263,17 @@ def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQu
 
 # --- the order of the requests --------------------------------------------------------------------------
 
-#: Seconds that an address may take to answer: the first time, the second, and later.
+#: Seconds for an address to answer: the first time, the second, and later.
 PATIENCE_S = (1.0, 2.0, 5.0)
-AGAIN_S = 1.0  #: seconds after which an address that did not admit this Mac is tried again
-MAX_OF_EACH = 32  #: addresses that are kept of one announcer
+AGAIN_S = 1.0  #: seconds until an address that did not admit this Mac is tried again
+MAX_OF_EACH = 32  #: addresses kept per announcer
 
 
 class JoinQueue:
-    """Addresses ("ip:port") by announcer, in the order in which this Mac sends its requests.
+    """Queue of addresses ("ip:port") to try, by announcer.
 
-    Any Mac can announce any addresses under the cluster's id. So they take turns, and so do the
-    addresses of each: an honest one loses only the share of the false ones.
+    Any Mac can announce any address under the cluster's id. So announcers take turns, and so do the addresses
+    of each: false addresses cost an honest one only their share.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class JoinQueue:
         return frozenset(each for mine in self._addresses.values() for each in mine)
 
     def add(self, announcer: str, addresses: Iterable[str], *, first: bool = False) -> None:
-        """Add addresses of an announcer, in random order; `first`: before its other ones."""
+        """Add an announcer's addresses in random order. `first`: ahead of its other ones."""
         if announcer not in self._addresses:
             self._addresses[announcer] = deque(maxlen=MAX_OF_EACH)
             self._turns.append(announcer)
@@ -300,7 +300,7 @@ class JoinQueue:
             mine.extend(fresh[: MAX_OF_EACH - len(mine)])
 
     def take(self, now: float) -> tuple[str, str, float] | None:
-        """Return the announcer and address to try now, and its time limit in seconds; None if none is due."""
+        """Return the announcer and address to try now, and the seconds it may take; None if none is due."""
         for _ in range(len(self._turns)):
             announcer, mine = self._turns[0], self._addresses[self._turns[0]]
             self._turns.rotate(-1)

@@ -1,16 +1,16 @@
-"""Join tokens, and the exchange by which a Mac becomes a member with one. No I/O, no clock.
+"""Join tokens, and the exchange that turns a Mac with a token into a member. No I/O, no clock.
 
 joiner                                             member
       connects by TLS, shows nothing, trusts nothing
       ◄──────────── JoinOffer: the authority's certificate, a nonce
-      the authority is the token's, and made the certificate that TLS shows: only now it sends
+      the authority is the token's, and signed the certificate that TLS shows: only now it sends
       JoinRequest: its key, proof of the token, signature by the key ────────────►
                                 the token is good, proof and signature are right
       ◄──────────── JoinGrant: the certificate, proof of the token; or a JoinRefusal, signed by the authority
 
-Both proofs and the signature cover the cluster, the authority's and the member's certificate, the joiner's
-key, node id and name, and a nonce of either side. Nothing of one exchange is therefore valid in another one,
-or between two others. Both ends draw a fresh nonce for each exchange.
+Both proofs and the signature cover the cluster, the certificates of authority and member, the joiner's key,
+node id and name, and a nonce from each side. So nothing from one exchange is valid in another, or between two
+others. Each end draws a fresh nonce per exchange.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from ..wire.peer_messages import (
 )
 
 # --- tokens: their text, and the issuer that knows the valid ones ----------------------------------------
-# A person carries a token from one Mac to the next. Both ends prove that they know its secret without sending
-# it. As text: 45 bytes in base32, 72 characters: version (1), cluster id (8), hash of the authority's
-# certificate (16), secret (16), checksum (4).
+# A person carries a token from one Mac to another. Both ends prove that they know its secret without sending
+# it. Its text has 72 characters: 45 bytes in base32. They are version (1), cluster id (8), hash of the
+# authority's certificate (16), secret (16) and checksum (4).
 
 VERSION = 1
 SECRET_BYTES = 16
 LIFE_S = 15 * 60.0  #: seconds from issue to expiry
-MAX_FAILURES = 5  #: wrong proofs from one address, after which the token is refused there
-MAX_OPEN = 64  #: open tokens that this Mac's own user requested: as many as a cluster has members
-MAX_OPEN_EACH = 4  #: open tokens that one other member requested
-#: Seconds in which the Mac that used a token may repeat its request with its key: the reply may be lost.
+MAX_FAILURES = 5  #: wrong proofs from one address until the token is refused there
+MAX_OPEN = 64  #: open tokens requested by this Mac's own user: as many as a cluster has members
+MAX_OPEN_EACH = 4  #: open tokens requested by one other member
+#: Seconds that a Mac may repeat its request with its used token, since the reply may be lost.
 RESEND_S = 60.0
-REMEMBERED_S = 3600.0  #: seconds after its expiry for which the issuer remembers a token
+REMEMBERED_S = 3600.0  #: seconds that the issuer remembers an expired token
 MAX_REMEMBERED = 256
 
 _CLUSTER_ID_BYTES = 8
@@ -78,14 +78,14 @@ TEXT_CHARACTERS = _TEXT_BYTES * 8 // 5
 assert _TEXT_BYTES % 5 == 0  # so that base32 needs no padding
 
 _ALPHABET = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567")
-#: Characters that people and their mail programs put between groups, besides white space.
+#: Characters, besides white space, that people and their mail programs put between groups.
 _SEPARATORS = "-_\u2010\u2011\u2012\u2013\u2014"
 _AGAIN = "copy it again, or make a new one with `mlxtp token`"
 
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """Join token. `cluster_id` is 16 hex digits, `authority_hash` as in `wire/certificates.py`."""
+    """Join token. `cluster_id`: 16 hex digits. `authority_hash`: as in `wire/certificates.py`."""
 
     cluster_id: str
     authority_hash: bytes
@@ -93,12 +93,12 @@ class JoinToken:
 
     @property
     def id(self) -> bytes:
-        """Key of 8 bytes by which the issuer finds the token; it reveals nothing of the secret."""
+        """Key of 8 bytes for the issuer to find the token. It reveals nothing of the secret."""
         return self._derive(b"mlxtp token id\0")[:TOKEN_ID_BYTES]
 
     @property
     def key(self) -> bytes:
-        """Key of 32 bytes for proofs: all that the issuer keeps of the secret."""
+        """Key of 32 bytes for proofs. The issuer keeps only this of the secret."""
         return self._derive(b"mlxtp token key\0")
 
     def text(self) -> str:
@@ -111,7 +111,7 @@ class JoinToken:
 
 
 def read_token(text: str) -> JoinToken:
-    """Return the token in a user's text. Raises ConfigError, which never quotes the token."""
+    """Parse a user's text. Raises ConfigError, which never quotes the token."""
     letters = [letter for letter in text.upper() if not letter.isspace() and letter not in _SEPARATORS]
     if not letters:
         raise ConfigError(f"the join token is empty; {_AGAIN}")
@@ -151,15 +151,15 @@ class _Slip:
     key: bytes = field(repr=False)
     expires_at: float
     requested_by: str  #: node id of the member that requested it
-    ends_at: float  #: expiry by the clock on the wall, which goes on while the Mac sleeps
-    #: Wrong proofs by address, so that no address ends a token for the others.
+    ends_at: float  #: expiry by the wall clock, which runs while the Mac sleeps
+    #: Wrong proofs by address, so that no address can block a token for others.
     failures: Counter[str] = field(default_factory=Counter)
     used_by: str = ""
     used_at: float = 0.0
-    void: bool = False  #: True once the member that requested it has left or was removed.
+    void: bool = False  #: The member that requested it has left or was removed.
 
     def over_s(self, now: float) -> float:
-        """Return the seconds since its expiry, by the clock that is further; negative before."""
+        """Return the seconds since its expiry by the faster clock; negative before it."""
         return max(now - self.expires_at, time.time() - self.ends_at)
 
     def is_open(self, now: float) -> bool:
@@ -167,10 +167,10 @@ class _Slip:
 
 
 class TokenIssuer:
-    """Issuer of one cluster's tokens, in memory only: no file brings a used one back.
+    """Issuer of one cluster's tokens, in memory only: no file brings a used token back.
 
-    `now` is in seconds, of one clock, which may stand still while a Mac sleeps: a token also expires by the
-    clock on the wall.
+    `now`: seconds of one clock. That clock may stand still while a Mac sleeps, so a token also expires by the
+    wall clock.
     """
 
     def __init__(self, cluster_id: str, authority_hash: bytes) -> None:
@@ -179,9 +179,9 @@ class TokenIssuer:
         self._slips: dict[bytes, _Slip] = {}
 
     def issue(self, secret: bytes, now: float, asked_by: str = "", *, own: bool = False) -> JoinToken:
-        """Issue a token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
+        """Issue a token of a fresh random `secret` (16 bytes), for one Mac within 15 minutes.
 
-        `own`: `asked_by` is this Mac. Raises UserError (OVERLOADED) when too many of `asked_by` are open.
+        `own`: `asked_by` is this Mac. Raises UserError (OVERLOADED) if `asked_by` has too many open tokens.
         """
         most = MAX_OPEN if own or not asked_by else MAX_OPEN_EACH
         self._forget(now)
@@ -201,7 +201,7 @@ class TokenIssuer:
         return token
 
     def key(self, token_id: bytes) -> bytes:
-        """Return the key of a token in any state; of an unknown one, a key that proves nothing."""
+        """Return the key of a token in any state; for an unknown one, a key that proves nothing."""
         slip = self._slips.get(token_id)
         return slip.key if slip else bytes(hashlib.sha256().digest_size)
 
@@ -212,7 +212,7 @@ class TokenIssuer:
         return self._slips[token_id].requested_by
 
     def keep(self, members: Container[str]) -> None:
-        """End the tokens that other nodes than these members requested, even if those come back later."""
+        """Void the tokens of nodes that are not in `members`, even if they come back later."""
         for slip in self._slips.values():
             slip.void |= bool(slip.requested_by) and slip.requested_by not in members
 
@@ -222,9 +222,9 @@ class TokenIssuer:
             slip.failures[address] += 1
 
     def why_not(self, token_id: bytes, holder: str, now: float, address: str = "") -> str:
-        """Return why the token is refused to `holder` (the fingerprint of its key); empty if it is good.
+        """Return why `holder` (the fingerprint of its key) may not use the token; "" if it may.
 
-        Only for a joiner that has proven to have it: others would learn which guesses were near.
+        Call it only once the joiner has proven the token: others would learn which guesses were near.
         """
         slip = self._slips[token_id]
         if slip.failures[address] >= MAX_FAILURES:
@@ -253,7 +253,7 @@ class TokenIssuer:
                 del self._slips[token_id]
 
 
-# --- the exchange, with its two ends: messages in, messages out ------------------------------------------
+# --- the exchange, and its two ends: messages in, messages out -------------------------------------------
 
 _REQUEST = b"mlxtp join request\0"
 _GRANT = b"mlxtp join grant\0"
@@ -266,7 +266,7 @@ _UNKNOWN = f"this join token is not known here, or its proof is wrong; {_NEW_TOK
 
 
 class AskElsewhere(UserError):
-    """A member of the right cluster answered, but another Mac can admit this one: `name`, at `addresses`."""
+    """A member of the right cluster answered, but only another Mac, `name` at `addresses`, can admit."""
 
     code = Code.JOIN_REFUSED
 
@@ -277,7 +277,7 @@ class AskElsewhere(UserError):
 
 
 class Denied(UserError):
-    """The Mac that admits joiners proved its identity and refused this one: no other Mac will admit it."""
+    """The Mac that admits joiners proved its identity and refused: no other Mac will admit this one."""
 
     code = Code.JOIN_REFUSED
 
@@ -303,8 +303,8 @@ class Joiner:
     def on_offer(self, offer: JoinOffer, server_certificate: bytes) -> JoinRequest:
         """Return the request to a server that showed `server_certificate` (DER) in its TLS handshake.
 
-        Raises UserError (JOIN_REFUSED: another cluster), ProtocolError (NOT_AUTHENTIC: no member) or
-        AskElsewhere (a member that admits no Mac); then nothing may be sent.
+        Nothing may be sent if it raises: UserError (JOIN_REFUSED: another cluster), ProtocolError
+        (NOT_AUTHENTIC: no member) or AskElsewhere (a member that cannot admit).
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
@@ -336,7 +336,7 @@ class Joiner:
         )
 
     def on_grant(self, grant: JoinGrant) -> Granted:
-        """Return the grant. Raises ProtocolError (NOT_AUTHENTIC) for one of another request."""
+        """Check and return the grant. Raises ProtocolError (NOT_AUTHENTIC) if it answers another request."""
         expected = _proof(_GRANT, self._token.key, self._transcript, grant.certificate)
         if not self._transcript or not hmac.compare_digest(expected, grant.proof):
             raise ProtocolError("the Mac that admitted us does not know the join token", Code.NOT_AUTHENTIC)
@@ -347,7 +347,7 @@ class Joiner:
         return Granted(membership, tuple(map(spoken, grant.peers)))
 
     def on_refusal(self, refusal: JoinRefusal) -> Denied | AskElsewhere:
-        """Return the error of a refusal. Raises ProtocolError (NOT_AUTHENTIC) if another Mac made it."""
+        """Return a refusal's error. Raises ProtocolError (NOT_AUTHENTIC) if an impostor made it."""
         parts = _refused(self._transcript, refusal)
         if not self._transcript or not is_signed(
             authority_key(self._authority), refusal.signature, _REFUSAL, *parts
@@ -361,7 +361,7 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A Mac that the host admitted, by a token that the member `by` requested; `token` is its public name."""
+    """A Mac that the host admitted with a token that member `by` requested. `token`: its public name."""
 
     node_id: str
     name: str
@@ -377,10 +377,10 @@ class JoinReply:
 
 
 class Host:
-    """A Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
+    """A Mac with the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
-    `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. Admitted Macs get `peers`. `others` has the names of the other holders, and addresses of theirs.
+    `certificate`: shown in TLS. `members`: fingerprint of each member's key, by node id. Admitted Macs get
+    `peers`. `others`: names of the other holders, and their addresses.
     """
 
     def __init__(
@@ -447,7 +447,7 @@ def _refused(transcript: bytes, refusal: JoinRefusal) -> tuple[bytes, ...]:
 
 
 def token_name(token_id: bytes) -> str:
-    """Return a part of a token's id, for people: joiners send that in the clear."""
+    """Return the public part of a token's id, which joiners send in the clear anyway."""
     return token_id.hex()[:8]
 
 
@@ -456,7 +456,7 @@ def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> J
 
 
 def spoken(text: str, max_chars: int = MAX_NAME) -> str:
-    """Return a text from another machine for a terminal: printable, on one line, not too long."""
+    """Make text from another machine safe for a terminal: printable, on one line, not too long."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:max_chars])
 
 

@@ -1,4 +1,4 @@
-"""Files that only their owner may read. After a crash they hold the old content or the new one."""
+"""Files that only their owner may read. After a crash each has its old content or its new one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_BYTES = 1 << 20
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and those above it that are missing, closed to others. Raises OSError."""
+    """Create `folder` and its missing parents, closed to other users. Raises OSError."""
     for each in (*reversed([above for above in folder.parents if not above.exists()]), folder):
         each.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder that is removed when the context ends. Raises UserError where no disk has room for it."""
+    """Make a folder that is removed when the context ends. Raises UserError if no disk has room."""
     try:
         made = TemporaryDirectory(prefix=prefix)
     except OSError as error:
@@ -40,9 +40,9 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def check_home(home: Path, inside: Sequence[str]) -> None:
-    """Raise ConfigError, with what to do, when others may write to a home, or to the parts named `inside`.
+    """Raise ConfigError with a remedy if other users can write to a home, or to its parts `inside`.
 
-    A part that is open inside a home that no other user can enter is closed. None may be a link.
+    In a home that no other user can enter, an open part is closed instead. No part may be a link.
     """
     above = home.stat()
     for path in (home, *(home / name for name in inside)):
@@ -65,14 +65,14 @@ def check_home(home: Path, inside: Sequence[str]) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create `folder`, unless it exists. Raises ConfigError as `check_private_folder` does."""
+    """Create `folder` if it is missing. Raises ConfigError as `check_private_folder` does."""
     with in_words(ConfigError, f"{folder} cannot be made"):
         make_folder(folder)
     check_private_folder(folder)
 
 
 def check_private_folder(folder: Path) -> None:
-    """Raise ConfigError, with what to do, when others may read `folder` or it is no folder of ours."""
+    """Raise ConfigError with a remedy if other users may read `folder`, or it is not our folder."""
     with in_words(ConfigError, f"{folder} cannot be read"):
         status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -88,7 +88,7 @@ def check_private_folder(folder: Path) -> None:
 def read_private(path: Path, if_read: str = "remove this Mac from its cluster") -> bytes | None:
     """Return the content of a file that no other user may read; None if it does not exist.
 
-    Raises ConfigError otherwise. `if_read` is the advice in case another user has read it.
+    Raises ConfigError otherwise. `if_read`: advice in case another user has read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -117,10 +117,10 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
-    """Write the whole file, or leave it as it was; it is on the disk on return. Raises OSError.
+    """Write the whole file to the disk, or leave it as it was. Raises OSError. One writer at a time.
 
-    Without the first flush the drive may keep the new name and lose the content, without the second lose the
-    name. One writer at a time. Only a crash leaves a file `.NAME.new`, which the next write replaces.
+    Two flushes are needed: one, so that the new name never lacks its content, and one for the name. After a
+    crash `.NAME.new` may be left, which the next write replaces.
     """
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
@@ -148,8 +148,7 @@ def sync_folder(folder: Path) -> None:
 def to_disk(descriptor: int) -> None:
     """Flush written data to the disk itself. Raises OSError.
 
-    On macOS the drive may keep in a cache what `fsync` passes to it; F_FULLFSYNC, which some file systems
-    lack, makes it write.
+    On macOS `fsync` may leave data in the drive's cache. F_FULLFSYNC does not, but some file systems lack it.
     """
     if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
         try:

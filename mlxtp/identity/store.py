@@ -1,12 +1,12 @@
 """Identity of this Mac, kept in the folder `identity` of its home.
 
     node_id         32 hex digits, drawn once
-    node.key        its private key (PEM)
-    member.pem      its certificate and that of its cluster's authority, as long as it is a member
-    authority.pem   the authority's certificate and private key, on Macs that hold it; at first the founder
-    next.key        while it leaves: the private key that replaces node.key
+    node.key        private key of this Mac (PEM)
+    member.pem      certificates of this Mac and of its cluster's authority, if it is a member
+    authority.pem   certificate and private key of the authority, on Macs that hold it; at first the founder
+    next.key        while this Mac leaves: the private key that will replace node.key
 
-All are closed to other users. `load` refuses them when they are not, or when they do not belong together.
+All are closed to other users. `load` refuses files that are not, or that do not belong together.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of this Mac. One with an `authority` can let others in."""
+    """Identity of this Mac. With an `authority` it can let others in."""
 
     node_id: str
     key: PrivateKey = field(repr=False)
@@ -71,12 +71,12 @@ class Identity:
 
     @property
     def cluster_id(self) -> str:
-        """Cluster id, 16 hex digits; empty without a cluster."""
+        """Cluster id, 16 hex digits; "" without a cluster."""
         return self.membership.cluster_id if self.membership else ""
 
 
 class Store:
-    """Identity of one home. One process at a time may change it."""
+    """Identity of one home, changed by one process at a time."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / FOLDER
@@ -92,7 +92,7 @@ class Store:
         return self.load()
 
     def load(self) -> Identity:
-        """Raise ConfigError, with what to do, for files that others can read, or that do not fit together."""
+        """Load the identity. Raises ConfigError with a remedy for open files, or if they do not match."""
         check_private_folder(self.folder)
         node_id = self._node_id()
         key = self._parsed(NODE_KEY, key_from_pem)
@@ -107,7 +107,7 @@ class Store:
         return Identity(node_id, key, membership, authority)
 
     def found_cluster(self) -> Identity:
-        """Make this Mac the first of a cluster, also after a cut. Raises UserError when it is in one."""
+        """Make this Mac the first of a cluster, or finish doing so. Raises UserError if it is in one."""
         identity = self._without_cluster()
         authority = identity.authority
         if authority is None:
@@ -118,18 +118,18 @@ class Store:
         return self.load()
 
     def save_membership(self, membership: MemberCertificates) -> Identity:
-        """Raise UserError when this Mac is in a cluster, or the certificate is for another node or key."""
+        """Become a member. Raises UserError in a cluster, or for another node's certificate or key."""
         identity = self._without_cluster()
         if wrong := _why_not(identity.node_id, identity.key, membership):
             raise UserError(f"this Mac cannot become a member with this certificate: {wrong}")
         authority = self._authority()
         if authority is not None and authority.certificate != membership.authority:
-            (self.folder / AUTHORITY).unlink()  # of a cluster whose founding was interrupted
+            (self.folder / AUTHORITY).unlink()  # left by an interrupted founding
         self._write_membership(membership)
         return self.load()
 
     def save_authority(self, authority: Authority) -> Identity:
-        """Keep the authority that another Mac handed over. Raises UserError for that of another cluster."""
+        """Keep an authority handed over by another Mac. Raises UserError if it is another cluster's."""
         identity = self.load()
         if identity.membership is None or authority.certificate != identity.membership.authority:
             raise UserError("this is the authority of another cluster")
@@ -142,11 +142,8 @@ class Store:
         return self.load()
 
     def leave(self) -> Identity:
-        """Forget the cluster; the node id stays. Raises OSError when the files cannot be removed.
-
-        The key is replaced: the old one never counts again in that cluster.
-        """
-        # Interrupted before the membership is gone, this has no effect; later, the next start finishes it.
+        """Forget the cluster, and replace the key, which is void there. The node id stays. Raises OSError."""
+        # If interrupted before the membership is gone, this has no effect; later, the next start finishes it.
         write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))
         (self.folder / MEMBER).unlink(missing_ok=True)
         sync_folder(self.folder)
@@ -174,7 +171,7 @@ class Store:
         sync_folder(self.folder)
 
     def _create(self) -> None:
-        """Create a complete identity under another name first, so that there is never half of one."""
+        """Create the identity under another name first, so that there is never half of one."""
         fresh = self.folder.with_name(f".{FOLDER}.new")
         shutil.rmtree(fresh, ignore_errors=True)
         make_private_folder(fresh)

@@ -1,4 +1,4 @@
-"""The service of this machine: its steps carried out, its owner, and its state."""
+"""The service of this machine: its owner, its state, and the execution of its steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(command: ServiceCommand) -> CommandResult:
 
 
 class Shell:
-    """Executor of the steps. `run` is its only access to the system's commands."""
+    """Executor of the steps. `run` is its only access to system commands."""
 
     def __init__(self, manager: Launchd, run: RunCommand) -> None:
         self.manager = manager
@@ -71,7 +71,7 @@ class Shell:
 
     @property
     def installed(self) -> str:
-        """Text of the service's file by any author; empty without a file."""
+        """Text of the service's file, whoever wrote it; "" without a file."""
         try:
             return Path(self.manager.path).read_text(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ class Shell:
         return self.manager.state(self._run(self.manager.ask()))
 
     def take(self, steps: Iterable[ServiceStep]) -> None:
-        """Run one step after the other. Raises UserError at the first that fails; the rest is not done."""
+        """Run the steps in order. Raises UserError at the first failure; the rest is not done."""
         for step in steps:
             match step:
                 case Write():
@@ -112,7 +112,7 @@ class Shell:
 def wait_until(is_so: Callable[[], bool], within_s: float) -> bool:
     until = time.monotonic() + within_s
     while not (done := is_so()) and time.monotonic() < until:
-        time.sleep(LOOK_S)  # the state of another program, which sends no notification
+        time.sleep(LOOK_S)  # the other program sends no notification
     return done
 
 
@@ -126,7 +126,7 @@ def owner_here(environment: Mapping[str, str], uid: int) -> Owner:
 
 
 def _write(step: Write) -> None:
-    """Write the file whole or not at all. Raises UserError, also for a file that mlxtp did not write."""
+    """Write the file whole or not at all. Raises UserError, also if mlxtp did not write the old one."""
     path = Path(step.path)
     temporary = ""
     try:
@@ -159,7 +159,7 @@ ELSEWHERE = (
     "mlxtp installs itself as a service on macOS only; on Linux, systemd runs it by the unit in "
     "examples/mlxtp.service, whose first lines say how"
 )
-#: Seconds from the start of a service to its agent's first reply, at most.
+#: Most seconds from the start of a service to its agent's first reply.
 START_S = 30.0
 LAST_WORDS = 5
 _TAIL_BYTES = 16 * 1024
@@ -201,7 +201,7 @@ class Installed:
         allow(self.owner, (sys.executable, "-m", "mlxtp", *words), login=self.login)
 
     def wait(self) -> ServiceState:
-        """Wait until its agent replies, or for `START_S`. Raises UserError when it ended."""
+        """Wait until its agent replies, or for `START_S`. Raises UserError if it ended."""
         state = ServiceState()
 
         def settled() -> bool:
@@ -218,7 +218,7 @@ class Installed:
         return state
 
     def aside(self) -> str:
-        """Return its output before it had a log; "" if the log is newer."""
+        """Return the output before its log began; "" if the log is newer."""
         path = Path(crash_log(str(self.home)))
         if not tail(path) or _modified(path) < _modified(self.log):
             return ""
@@ -234,7 +234,7 @@ def owner() -> Owner:
 
 
 def find() -> Installed | None:
-    """Return the installed service, or None. Raises UserError when its file is damaged."""
+    """Return the installed service, or None. Raises UserError if its file is damaged."""
     if not ON_MAC:
         return None
     whose = owner()
@@ -249,7 +249,7 @@ def find() -> Installed | None:
 
 
 def home_of(whose: Owner, given: Path | None) -> Path:
-    """Return the agent's folder: that of its owner's other commands, also when root installs it for them."""
+    """Return the agent's folder as the owner's other commands see it, even if root installs it."""
     if given is not None or os.environ.get("MLXTP_HOME"):
         return home_folder(given).resolve()
     usual, here = default_home(), Path.home()
@@ -259,7 +259,7 @@ def home_of(whose: Owner, given: Path | None) -> Path:
 
 
 def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
-    """Raise UserError when this user cannot change such a service, with the command if root could."""
+    """Raise UserError if this user cannot change such a service, with the command if root could."""
     root = os.geteuid() == 0
     if not login and not root:
         raise UserError(

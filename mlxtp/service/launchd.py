@@ -1,7 +1,7 @@
 """The service as text: its description, its plist, and the commands of launchd. Pure.
 
-launchd is untested on a Mac so far. Its keys are as in launchd.plist(5), its commands as in launchctl(1), and
-statuses and outputs as published by users.
+launchd is untested on a Mac so far. Keys are from launchd.plist(5), commands from launchctl(1), statuses and
+outputs from users' reports.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..errors import MANY_FILES, UserError
 
 
 LABEL = "mlxtp.node"
-#: Found in each file that mlxtp writes for launchd. mlxtp overwrites and removes no others.
+#: In each file that mlxtp writes for launchd. It overwrites and removes no others.
 MARK = "Written by mlxtp"
-#: Seconds from one start to the next, at least, after a failure.
+#: Least seconds from one start to the next after a failure.
 RESTART_S = 15
 MIN_STOP_S = 60
-#: Seconds that an agent may take to stop after its drain.
+#: Seconds for an agent to stop after its drain.
 STOP_MARGIN_S = 50
-#: Seconds that a command may take to stop the service: no drain takes longer.
+#: Seconds for a command to stop the service. No drain takes longer.
 DAY_S = 86_400.0
-#: Variables that the service shares with the user who installs it: folder and source of models.
+#: Variables that the service takes from the installing user: folder and source of models.
 PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user who owns the service. `home` is the user's own folder, not that of the agent."""
+    """The user who owns the service. `home` is the user's home, not the agent's."""
 
     name: str
     uid: int
@@ -49,11 +49,11 @@ class Service:
     """One agent that launchd starts."""
 
     program: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...]  #: All variables that mlxtp gives it.
-    user: str  #: Empty for the owner of its session.
+    environment: tuple[tuple[str, str], ...]  #: All variables that it gets.
+    user: str  #: "" for the owner of its session.
     log: str
-    crash_log: str  #: Its output before it has a log.
-    stop_s: int  #: Seconds that it may take before it is killed.
+    crash_log: str  #: Its output before its log begins.
+    stop_s: int  #: Seconds until it is killed.
     version: str
 
     @property
@@ -72,10 +72,10 @@ def describe(
     login: bool,
     version: str,
 ) -> Service:
-    """Return the service of an agent with the folder `home` and further `arguments` of `mlxtp node`.
+    """Describe the service of an agent with the folder `home` and more `arguments` of `mlxtp node`.
 
-    `login`: in the owner's session instead of from the start of the machine. `passed_on` is its share of the
-    environment. Raises UserError for text that a service's file cannot hold.
+    `login`: it runs in the owner's session, not from the machine's start. `passed_on`: variables for it.
+    Raises UserError for text that a service's file cannot hold.
     """
     log = log_of(home)
     service = Service(
@@ -129,7 +129,7 @@ def unseen(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write this text to that file, readable for all."""
+    """Write this text to the file, readable by all."""
 
     path: str
     text: str
@@ -137,7 +137,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove that file, if it exists."""
+    """Remove the file, if it exists."""
 
     path: str
 
@@ -146,7 +146,7 @@ class Remove:
 class ServiceCommand:
     """Run this, as `user` if root runs it. It must end with one of the statuses in `fine`.
 
-    After a status in `again` it is repeated, for `within_s` in all.
+    A status in `again` makes it repeat, for `within_s` in total.
     """
 
     argv: tuple[str, ...]
@@ -169,7 +169,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """launchd's view of the service. `last` describes its last end, if that was a failure."""
+    """launchd's view of the service. `last`: its last end, if that was a failure."""
 
     loaded: bool = False
     pid: int | None = None
@@ -191,10 +191,10 @@ NOT_FOUND = 113
 _NO_SESSION = (112, 125)
 _GONE = (3, NOT_FOUND)
 _STOPPING = 36
-#: Statuses of bootstrap for a label that launchd has not released yet.
+#: Statuses of bootstrap while launchd still holds the label.
 _RACE = (5, 37)
 _LET_GO_S = 10.0
-#: Folders of a user's home that macOS opens to programs only with the user's consent.
+#: Folders in a user's home that macOS opens to programs only with the user's consent.
 PRIVATE_FOLDERS = ("Desktop", "Documents", "Downloads")
 _COMMENT = "<!-- {} -->\n"
 
@@ -240,7 +240,7 @@ class Launchd:
         return ServiceCommand((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
 
     def state(self, outcome: CommandResult) -> ServiceState:
-        """Parse the output of `print`, which Apple does not document: lines of the service have one tab."""
+        """Parse the output of `print`, undocumented by Apple: lines about the service have one tab."""
         if outcome.status == NOT_FOUND:
             return ServiceState()
         if outcome.status:
@@ -281,7 +281,7 @@ class Launchd:
         ]
 
     def start(self, state: ServiceState) -> list[ServiceStep]:
-        """Loading starts it, too; enabling undoes a `launchctl disable`."""
+        """Load the service, which starts it; enabling undoes a `launchctl disable`."""
         if state.loaded:
             return [ServiceCommand((LAUNCHCTL, "kickstart", self._target))]
         return [
@@ -292,7 +292,7 @@ class Launchd:
         ]
 
     def stop(self, state: ServiceState) -> list[ServiceStep]:
-        """`bootout` may return early: the service has ended when `print` no longer finds it."""
+        """Stop the service. `bootout` may return early, so wait until `print` no longer finds it."""
         if not state.loaded:
             return []
         return [

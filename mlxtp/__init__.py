@@ -1,3 +1,3 @@
-"""One model server made of the Macs on one desk."""
+"""One model server across the Macs on a desk."""
 
 __version__ = "0.1.0"

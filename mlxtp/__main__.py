@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def _leave_nothing_of_root() -> None:
-    """Write no bytecode behind sudo: files of root in the user's environment would stop `make setup`.
+    """Keep files of root out of the user's environment under sudo: they would break `make setup`.
 
-    Bytecode of the package and of this module is written already, and is given to the owner of the package.
+    Python then writes no bytecode, and the package's owner gets the files that this start has written.
     """
     if os.geteuid() != 0 or "SUDO_UID" not in os.environ:
         return
@@ -19,12 +19,12 @@ def _leave_nothing_of_root() -> None:
     folder = Path(__file__).parent
     owner = folder.stat()
     for path in (*folder.glob("__pycache__/__*"), *folder.glob("__pycache__")):
-        with suppress(OSError):  # a file system on which root changes nothing
+        with suppress(OSError):  # not every file system lets root change owners
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def main() -> None:
-    """Entry point of the `mlxtp` command. Until the command is imported, Ctrl-C ends the process silently."""
+    """Run the `mlxtp` command. Until it is imported, Ctrl-C ends the process silently."""
     _leave_nothing_of_root()
     from .imports import importing
 

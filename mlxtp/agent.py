@@ -88,21 +88,21 @@ class Agent:
     drain: Drain
     parts: AgentParts
     founded: bool = False
-    #: The endpoint's HTTPS certificate (PEM); empty for HTTP.
+    #: The endpoint's HTTPS certificate (PEM); "" for HTTP.
     certificate: str = ""
-    #: The key of this Mac's own commands, which the endpoint always accepts.
+    #: Key of this Mac's own commands. The endpoint always accepts it.
     key: str = field(default="", repr=False)
     on_left: Callable[[], None] = lambda: None
 
     @property
     def over(self) -> asyncio.Future[None]:
-        """Done when this agent has nothing left to do: it has left its cluster, or a bug ended it."""
+        """Done once this agent has left its cluster, or a bug ended it."""
         return self.parts.node.over
 
     async def wait_ready(self) -> None:
-        """Wait until the first deployment is ready, or this agent has nothing left to do.
+        """Wait until the first deployment is ready, or `over`. Raises the MlxtpError that prevents it.
 
-        Raises the MlxtpError that keeps it from that. In a cluster, a missing model may still come.
+        In a cluster a missing model may still arrive, so it raises nothing.
         """
         groups, alone = self.parts.groups, self.parts.node.alone
         while not self.over.done():
@@ -126,7 +126,7 @@ async def running_agent(
     *,
     spares: bool = True,
 ) -> AsyncIterator[Agent]:
-    """Run an agent until the context ends. Raises ConfigError and ModelError before anything is started."""
+    """Run an agent until the context ends. Raises ConfigError and ModelError before anything starts."""
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     watched = watched_loop(settings.log_format, settings.log_file)
     with watched, _own_home(settings.home), open_endpoint(settings) as endpoint:
@@ -141,7 +141,7 @@ async def running_agent(
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """Cluster that this agent is in. `sock` is its control port; an agent that runs alone has none."""
+    """The agent's cluster. `sock` is its control port; an agent that runs alone has none."""
 
     settings: Settings
     store: Store
@@ -151,7 +151,7 @@ class _Entered:
 
 @asynccontextmanager
 async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
-    """Enter the cluster: a joined or founded one, or one of this Mac alone. Raises UserError, ModelError."""
+    """Join, found or reenter a cluster, or be one alone. Raises UserError, ModelError."""
     settings = replace(
         settings,
         name=settings.name or socket.gethostname().partition(".")[0],
@@ -174,7 +174,7 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
 
 
 async def _download(name: str) -> None:
-    """Download a model of the Hub that is not here. Raises ModelError for one that cannot be served."""
+    """Download a model of the Hub if it is not here. Raises ModelError if it cannot be served."""
     if not is_hub_id(name) or await asyncio.to_thread(hub_folder, name) is not None:
         return
     servable = await apart(partial(inspect, name, ask_hub=True))
@@ -246,11 +246,11 @@ async def _running(
         with announced(settings.home, endpoint.url, key, certificate):
             yield agent
     finally:
-        admin.close()  # event streams end
+        admin.close()  # ends event streams
         await _end_parts(parts, tasks)
         agent.on_left()
         stop.set()
-        await asyncio.wait({serving})  # clients have had their last replies
+        await asyncio.wait({serving})  # until clients have their last replies
 
 
 def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
@@ -267,9 +267,9 @@ def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
 async def _end_parts(parts: AgentParts, tasks: Background) -> None:
     parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
     await asyncio.wait({tasks.start(parts.groups.close(), "the end of the groups")})
-    # Ranks for others end, and each link has its goodbye.
+    # Ranks for other Macs end, and each link gets its goodbye.
     await asyncio.wait({tasks.start(parts.close(), "the end of the parts")})
-    await tasks.close()  # nothing beats, listens or calls any longer
+    await tasks.close()  # from here on no heartbeat, listening or dialing
 
 
 def make_gateway(
@@ -290,7 +290,7 @@ def build_parts(
     worker: Worker = WORKER,
     on_stage: StageListener = lambda _stage, _seconds: None,
 ) -> AgentParts:
-    """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
+    """Build all parts of an agent. Each registers with the node for what it handles."""
     gateway = make_gateway(
         node.settings,
         lambda model: overview.health(node, groups, gateway, model),
@@ -339,8 +339,8 @@ def build_parts(
 
 
 async def _check_folders(settings: Settings) -> None:
-    """Refuse a wrong folder of the user at once. Raises ModelError."""
-    named = settings.model_given or not settings.cluster  # an agent alone needs the default model, too
+    """Raise ModelError if the user named a folder that has no model."""
+    named = settings.model_given or not settings.cluster  # alone, an agent needs the default model
     for name in (settings.model if named else "", settings.draft_model):
         if name and not is_hub_id(name):
             await find_model(in_folders(name, settings.model_folders))
@@ -367,13 +367,13 @@ def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple
 
 
 def _report_bug(end: Callable[[MlxtpError], None], _: asyncio.Task[None], error: BaseException) -> None:
-    """End the agent after a bug in one of its parts, so that the service starts it again."""
+    """End the agent after a bug in one of its parts, so that the service restarts it."""
     log.critical("a part of this agent ended", exc_info=error)
     end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
-    """Run `work` until its end, or a signal and CLOSE_S to clean up. Return its result, and if one came."""
+    """Run `work` to its end, or for CLOSE_S after a signal. Return its result, and True after a signal."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 
@@ -390,7 +390,7 @@ async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, boo
 
 
 def drain_on_signal(drain: Drain, within_s: float) -> None:
-    """Drain at the first of these signals. The next one ends the drain; later ones change nothing."""
+    """Drain at the first signal. The next one ends the drain; later ones change nothing."""
     loop = asyncio.get_running_loop()
 
     def first(number: signal.Signals) -> None:
@@ -406,7 +406,7 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
 
 @contextmanager
 def _own_home(home: Path) -> Iterator[None]:
-    """Make the home folder, and lock it for this agent until its process ends."""
+    """Create the home, and lock it for this agent until the process ends."""
     with in_words(ConfigError, f"--home {home}"):
         make_folder(home)
         check_home(home, ("run", "lock", disk_cache.folder_in(home).name))
@@ -419,22 +419,22 @@ def _own_home(home: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another mlxtp node uses {home}; give each its own folder with --home"
             ) from None
-        for left in (home / "run").glob("epoch-*"):  # by an agent that was killed
+        for left in (home / "run").glob("epoch-*"):  # left by an agent that was killed
             shutil.rmtree(left, ignore_errors=True)
         _allow_many_files()
         yield
 
 
 def _allow_many_files() -> None:
-    """Raise the limits of open files. Raises ConfigError where the hard one is too low: no rank would start.
+    """Raise the limit of open files: clients hold descriptors, ranks need some to start, macOS allows 256.
 
-    Clients hold descriptors, ranks need some to start, and macOS allows 256.
+    Raises ConfigError if the hard limit is too low for a rank to start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     low = hard != endless and hard < MANY_FILES
     if low or (soft != endless and soft < MANY_FILES):
-        try:  # root may raise the hard limit, too
+        try:  # root may raise the hard limit too
             resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_FILES, MANY_FILES if low else hard))
         except (ValueError, OSError):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Audit events: who was let in or out, and what was loaded, by whom.
 
-Each is a record of one logger, so that the ordinary log has it, too. `logs.AuditLog` writes the file. Keys,
-tokens and what clients say never belong in an event.
+Each is a record of one logger, so the ordinary log has it too. `logs.AuditLog` writes the file. Keys, tokens
+and clients' text never belong in an event.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 def record(
     event: str, words: str, about: Mapping[str, object], *, foreign: bool = False, logged: bool = False
 ) -> None:
-    """Record an event, in words and as the fields `about`, of which `by` is its author.
+    """Record an event, in words and as the fields `about`; its field `by` is the author.
 
-    `foreign`: a stranger can cause any number of these, so that the file has only some a minute. `logged`:
-    the ordinary log has a line about it already.
+    `foreign`: strangers can cause any number of these, so the file gets only some per minute. `logged`: the
+    ordinary log has a line about it already.
     """
     extra = {"foreign": foreign, "fields": {"event": event, **about}}
     if not logged:

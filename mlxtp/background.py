@@ -1,4 +1,4 @@
-"""Work of an event loop beside its owner: tasks that are kept until they end, pauses, and a watchdog."""
+"""Background work of an event loop: tasks that are kept until they end, pauses, and a watchdog."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Called with a task that ended in an error, and the error.
+#: Called with a failed task and its error.
 Failed = Callable[[asyncio.Task[Any], BaseException], None]
 _MOST_LINES = 64
 
@@ -31,7 +31,7 @@ def log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
 
 
 def failure_of(act: Callable[..., object], *given: object) -> Exception | None:
-    """Call a function with what another Mac sent. Return the error that it raised, of any type."""
+    """Call a function with input from another Mac. Return the error it raised, of any type."""
     try:
         act(*given)
     except Exception as error:  # noqa: BLE001 - a boundary: the caller logs it and ends the link
@@ -40,7 +40,7 @@ def failure_of(act: Callable[..., object], *given: object) -> Exception | None:
 
 
 class RepeatFilter:
-    """Filter of lines of the log: none again for `seconds`, and at most 64 in that time."""
+    """Filter of log lines: it passes none again within `seconds`, and at most 64 in that time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -55,7 +55,7 @@ class RepeatFilter:
 
 
 class Background:
-    """Tasks of one owner. `failed` gets the error of each task at once, so that no error is lost."""
+    """Tasks of one owner. `failed` gets each task's error at once, so that none is lost."""
 
     def __init__(self, failed: Failed = log_failure) -> None:
         self._failed = failed
@@ -66,7 +66,7 @@ class Background:
         return frozenset(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` in a task. `name` begins the line of the log about its failure."""
+        """Run `work` in a task. Its failure is logged under `name`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -97,18 +97,18 @@ class Backoff:
 
 # --- watchdog of an event loop --------------------------------------------------------------------------
 
-# A process of its own counts its periods without a sign of the loop: a call into C that keeps the
-# interpreter's lock stops every thread here. It needs no clock: a Mac that sleeps counts none.
+# A process of its own counts periods without a sign of the loop: a call into C that holds the interpreter's
+# lock stops every thread here. It uses no clock, so a sleeping Mac counts nothing.
 #
 # `python -m mlxtp.background BEATS STACKS PID TURNS TURN_S REPORT_S FORMAT FILE` reads the loop's signs from
-# the pipe BEATS, and ends when that closes. At SIGUSR1 the agent writes its stacks to the pipe STACKS, for
-# which no disk needs room.
+# the pipe BEATS, and ends when that closes. At SIGUSR1 the agent writes its stacks to the pipe STACKS, and
+# needs no disk.
 
 TURN_S = 1.0
-TURNS = 30  # periods without any sign of the loop
+TURNS = 30  # periods without a sign until the agent is killed
 REPORT_S = 5.0  # seconds for the agent's stacks
-_QUIET_S = 0.2  # seconds without any more of them
-_MOST_BYTES = 1 << 20  # of them, also while another process asks for them without end
+_QUIET_S = 0.2  # seconds without more stacks until they count as complete
+_MOST_BYTES = 1 << 20  # of stacks, in case another process requests them endlessly
 _JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "message": "%(message)s"}
 
 
@@ -116,8 +116,8 @@ _JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "mess
 def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]:
     """Watch the running loop until the context ends. Kills this process (137) if the loop hangs.
 
-    Such an agent looks alive, but sends nothing; launchd or systemd starts another one. The log has its
-    threads' stacks, which `faulthandler` writes without the interpreter's lock.
+    A hung agent looks alive but sends nothing; once it is dead, launchd or systemd starts another. The log
+    gets its threads' stacks, which `faulthandler` writes without the interpreter's lock.
     """
     turn_s, (beats, beating), (stacks, writing) = TURN_S, os.pipe(), os.pipe()
     os.set_blocking(beating, False)
@@ -127,11 +127,11 @@ def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]
     nothing = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=nothing, stdout=nothing, pass_fds=(beats, stacks)) as watcher:
         os.close(beats)
-        os.close(stacks)  # a write ends with an error, not never, once the watcher is gone
+        os.close(stacks)  # so that a write fails, instead of hanging, once the watcher is gone
 
         async def give_signs() -> None:
             while True:
-                with contextlib.suppress(OSError):  # the watcher was stopped, or killed
+                with contextlib.suppress(OSError):  # the watcher was stopped or killed
                     os.write(beating, b".")
                 await asyncio.sleep(turn_s)
 
@@ -147,15 +147,15 @@ def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Watch an agent from outside; end once it has ended, or end it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the agent's terminal or service
+    """Watch an agent from outside until it has ended, or end it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the agent
         signal.signal(number, signal.SIG_IGN)
     beats, stacks, pid, turns = map(int, arguments[:4])
     turn_s, report_s = map(float, arguments[4:6])
     silent = 0
     while silent < turns:
         ready = select.select([beats, stacks], [], [], turn_s)[0]
-        if stacks in ready:  # another process sent the signal; a full pipe would stop the agent
+        if stacks in ready:  # another process sent SIGUSR1; a full pipe would block the agent
             os.read(stacks, 65536)
         if beats in ready:
             if not os.read(beats, 4096):
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> None:
             silent += 1
     with contextlib.suppress(ProcessLookupError):
         stacks_there = _stacks_of(pid, stacks, report_s)
-        threading.Timer(report_s, os.kill, [pid, signal.SIGKILL]).start()  # the log's reader may hang, too
+        threading.Timer(report_s, os.kill, [pid, signal.SIGKILL]).start()  # writing the log may hang too
         said = f"the event loop stood still for {turns * turn_s:g} s, so this agent ends; its threads:"
         _log(arguments[6], arguments[7], [said, *stacks_there])
         os.kill(pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _stacks_of(pid: int, stacks: int, report_s: float) -> list[str]:
-    """Return the lines that `faulthandler` writes in a process; none after `report_s`."""
+    """Return the stacks that `faulthandler` writes in a process; none after `report_s`."""
     os.kill(pid, signal.SIGUSR1)
     found, wait_s = b"", report_s
     while len(found) < _MOST_BYTES and select.select([stacks], [], [], wait_s)[0]:
@@ -184,8 +184,8 @@ def _stacks_of(pid: int, stacks: int, report_s: float) -> list[str]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return True for a process that a signal or a debugger has stopped, or that is gone."""
-    import psutil  # only once an agent is silent
+    """Return True for a process that a signal or debugger has stopped, or that is gone."""
+    import psutil  # late, because it is rarely needed
 
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -194,7 +194,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _log(log_format: str, log_file: str, lines: Sequence[str]) -> None:
-    """Append lines to the agent's log, which is standard error without a file."""
+    """Append lines to the agent's log: its file, else standard error."""
     plain = "%(asctime)s %(levelname)s %(message)s"
     where: dict[str, Any] = {"filename": log_file} if log_file else {"stream": sys.stderr}
     if log_format == "json":
@@ -208,14 +208,14 @@ def _log(log_format: str, log_file: str, lines: Sequence[str]) -> None:
 
 # --- the end of a process ---------------------------------------------------------------------------------
 
-CLOSE_S = 13.0  #: Seconds for an agent's goodbyes: 10 s for ranks, and time for clients.
-LEAVE_S = 4.0  #: Seconds from the end of the drain to that of an agent whose ranks have ended.
-THREADS_S = 1.5  #: Seconds for its threads behind them, of which some may work for ever.
-_SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end does not wait
+CLOSE_S = 13.0  #: Seconds for an agent to end: 10 s for ranks, the rest for clients.
+LEAVE_S = 4.0  #: Seconds from the end of a drain to the end of an agent whose ranks have ended.
+THREADS_S = 1.5  #: Seconds for its threads after that; some may never end.
+_SAID_S = 0.5  # seconds before the end for a log line, which must not delay it
 
 
 def end_within(seconds: float) -> None:
-    """End this process with status 0 after `seconds`, also while its threads work."""
+    """End this process with status 0 after `seconds`, even if its threads still work."""
     said = f"threads still work {seconds:.1f} s after the end was due; the agent ends without them"
     for timer in (threading.Timer(seconds - _SAID_S, log.warning, [said]), threading.Timer(seconds, _end)):
         timer.daemon = True
@@ -228,7 +228,7 @@ def _end() -> None:
     try:
         for each in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
-                if "mlxtp.text.renderer" in each.cmdline():  # at work, it would not notice for minutes
+                if "mlxtp.text.renderer" in each.cmdline():  # it could work for minutes before it noticed
                     each.kill()
     finally:
         os._exit(0)

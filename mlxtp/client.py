@@ -1,4 +1,4 @@
-"""Clients of commands: of the agent of a home, and of the endpoint."""
+"""Clients for commands: of a home's agent, and of the endpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CODES = frozenset(map(str, Code))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a reply. `waiting`: the reason for a wait, such as "loading 40 %". Counts come at the end."""
+    """A part of a reply. `waiting`: why it waits, such as "loading 40 %". Only the last part has counts."""
 
     text: str = ""
     thought: str = ""
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(slots=True)
 class EndpointAnswer:
-    """The reply so far. Times are of a monotonic clock, in seconds."""
+    """The reply so far. Times are readings of a monotonic clock, in seconds."""
 
     asked_at: float
     text: str = ""
@@ -67,13 +67,13 @@ class EndpointAnswer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate of the tokens after the first; 0 for fewer than two tokens, or without a count of them."""
+        """Rate of the tokens after the first; 0 for fewer than two tokens, or if their count is unknown."""
         s = 0.0 if self.first_at is None else self.last_at - self.first_at
         return (self.tokens - 1) / s if s > 0 and self.tokens > 1 else 0.0
 
 
 def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any]) -> Generator[Piece]:
-    """Send a request to /v1/chat/completions and yield the reply, as `streamed` does."""
+    """Send a request to /v1/chat/completions and yield the reply as `streamed` does."""
     return streamed(connection, key, "/v1/chat/completions", body, _of_chunk)
 
 
@@ -84,19 +84,19 @@ def streamed(
     body: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Iterable[T]],
 ) -> Generator[T]:
-    """Send a request, and yield what `read` makes of each event. Closing the generator stops it. Blocks.
+    """Send a request, and yield `read(event)`'s items for each event. Blocks. Closing stops the reply.
 
-    Raises UserError when the endpoint refuses the request, and GroupError when the reply breaks off.
+    Raises UserError if the endpoint refuses the request, GroupError if the reply breaks off.
     """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), headers)
-            with connection.getresponse() as response:  # else it keeps the socket, and the reply runs on
+            with connection.getresponse() as response:  # else the socket stays open and the reply runs on
                 for event in _events(response):
                     yield from read(event)
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # our own output has lost its reader
         raise
     except (OSError, http.client.HTTPException) as error:
         raise GroupError(f"the answer broke off: {error or type(error).__name__}", Code.LINK_LOST) from None
@@ -161,18 +161,18 @@ def _code(error: Mapping[str, Any]) -> Code:
 
 FILE = "agent.json"
 LOCK = "lock"
-#: Seconds without any byte. The endpoint sends some every few seconds.
+#: Seconds without a byte. The endpoint sends some every few seconds.
 ANSWER_TIMEOUT_S = 120.0
 
 
 class AgentClient:
-    """Client of the agent with this home. Raises UserError when none runs there.
+    """Client of this home's agent. Raises UserError if none runs there.
 
     `key` is the agent's own: only this user can read it, and the endpoint accepts it as an API key.
     """
 
     def __init__(self, home: Path, timeout_s: float | None = None) -> None:
-        """`timeout_s` takes the place of each verb's own."""
+        """`timeout_s` replaces each verb's own."""
         self._home = home
         self._timeout_s = timeout_s
         try:
@@ -191,7 +191,7 @@ class AgentClient:
         return f"{self.url}/#key={quote(self.key, safe='')}"
 
     def send(self, verb: Verb) -> dict[str, Any]:
-        """Return the agent's reply to a command. Raises UserError with its message when it refuses."""
+        """Return the agent's reply to a command. Raises UserError with its message if it refuses."""
         path, body = f"/admin/{verb.path}", verb.body()
         status, answer = self._request(verb.method, path, body, self.key, verb.reply_s)
         if status == http.client.UNAUTHORIZED:
@@ -219,7 +219,7 @@ class AgentClient:
         return ask(connection, self.key, body)
 
     def models(self, key: str) -> list[dict[str, Any]]:
-        """Return what a program with this API key, "" for none, finds at /v1/models. Raises UserError."""
+        """Return what a program with this API key ("" for none) finds at /v1/models. Raises UserError."""
         status, answer = self._request("GET", "/v1/models", {}, key)
         if status == http.client.UNAUTHORIZED:
             why = "refuses this API key" if key else "requires an API key"
@@ -233,7 +233,7 @@ class AgentClient:
     def _request(
         self, method: str, path: str, body: Mapping[str, Any], key: str, reply_s: float = Status.reply_s
     ) -> tuple[int, dict[str, Any]]:
-        """Raise UserError without a reply, or with one that is not an agent's."""
+        """Return status and body. Raises UserError if no agent of mlxtp replies."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -257,7 +257,7 @@ class AgentClient:
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
-    """Return an unopened connection, which raises ssl.SSLError where the server shows another `certificate`.
+    """Return an unopened connection. It raises ssl.SSLError if the server shows another `certificate`.
 
     Raises ValueError for text that is not a certificate in PEM.
     """
@@ -268,7 +268,7 @@ def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.H
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """Connection to the holder of one certificate. Everything else in it is ignored: it may have expired."""
+    """Connection to the holder of one certificate, whose other contents are ignored: it may have expired."""
 
     def __init__(self, netloc: str, certificate: bytes, timeout_s: float) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -291,7 +291,7 @@ def wait_for_end(home: Path) -> None:
 
 
 def agent_runs(home: Path) -> bool:
-    """Return whether an agent holds this home, even if it does not reply."""
+    """Return True if an agent holds this home, even if it does not reply."""
     try:
         with (home / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

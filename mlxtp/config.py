@@ -26,7 +26,7 @@ FILE = "config.toml"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value before parsing, its place for errors, "" for a default, and its line in the file, from 1."""
+    """An unparsed value; its place for errors, "" for a default; and its line in the file, from 1."""
 
     value: Any
     where: str = ""
@@ -54,10 +54,10 @@ def resolve_settings(
     defaults: Mapping[str, object] | None = None,
     refuse: Refuse = _raise,
 ) -> Settings:
-    """Resolve settings from `flags` (None = not given), variables, the file in the home, and `defaults`.
+    """Resolve settings from `flags` (None = not given), variables, the home's file, and `defaults`.
 
-    An empty variable counts as not set. A wrong value raises ConfigError naming its place; or `refuse` gets
-    the error, and the value counts as not set.
+    An empty variable counts as not set. A wrong value raises ConfigError with its place. With `refuse`, that
+    gets the error instead, and the value counts as not set.
     """
     flags = {key: value for key, value in flags.items() if value is not None}
     home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
@@ -102,7 +102,7 @@ def resolve_settings(
 def _contradictions(
     settings: Settings, given: Mapping[str, GivenValue]
 ) -> Iterator[tuple[ConfigError, dict[str, Any]]]:
-    """Yield an error for each setting that does not go with others, and what to have in its place."""
+    """Yield an error for each setting that conflicts with others, and replacements for it."""
     for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
         if getattr(settings, one) and not getattr(settings, other):
             problem = (
@@ -123,7 +123,7 @@ def _contradictions(
 
 
 def shown(settings: Settings) -> dict[str, Any]:
-    """Return the value of each setting as the file would have it; None for one that is not set."""
+    """Return each setting's value in the form of the file; None if not set."""
     found: dict[str, Any] = {}
     for setting in SETTINGS:
         source = settings.limits if "." in setting.key else settings
@@ -145,10 +145,10 @@ def told(settings: Settings) -> dict[str, Any]:
 def resolve_join(
     flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return the value of `Settings.join`, from the value of --join (None = not given) and MLXTP_JOIN.
+    """Return `Settings.join` from the value of --join (None = not given) and MLXTP_JOIN.
 
-    "-" is a token on standard input, whose first line `read_line` returns. Neither shows in the list of
-    processes. Raises ConfigError when standard input has no token.
+    "-" reads a token from standard input by `read_line`. This and the variable keep it out of the list of
+    processes. Raises ConfigError if standard input has no token.
     """
     if flag == "-":
         if not (token := read_line().strip()):
@@ -160,7 +160,7 @@ def resolve_join(
 def home_folder(
     flag: object = None, environment: Mapping[str, str] = os.environ, default: object = None
 ) -> Path:
-    """Return the home of --home or MLXTP_HOME, else `default`, else the user's own. Raises as `expanded`."""
+    """Return the home of --home, MLXTP_HOME or `default`, else the user's own. Raises as `expanded`."""
     named = environment.get("MLXTP_HOME")
     where = "--home" if flag else "MLXTP_HOME" if named else "the home"
     return expanded(flag or named or default or default_home(), where)
@@ -197,7 +197,7 @@ def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, GivenValue]]:
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Join the keys of tables with dots. Keys of a setting that is a table itself are its value."""
+    """Join keys of nested tables with dots. The keys of a setting that is a table are part of its value."""
     for name, value in table.items():
         key = f"{before}{name}"
         if isinstance(value, dict) and value and key not in BY_KEY:
@@ -226,7 +226,7 @@ _TOKEN = re.compile(
 
 
 def lines_of(content: str) -> list[tuple[str, int]]:
-    """Return the line, from 1, where each key and table of a valid TOML text begins. Takes linear time."""
+    """Return each key and table of a valid TOML text, with its first line, from 1. Takes linear time."""
     found = []
     table, line = "", 1
     for text in _statements(content):
@@ -242,7 +242,7 @@ def lines_of(content: str) -> list[tuple[str, int]]:
 
 
 def _statements(content: str) -> Iterator[str]:
-    """Yield each statement with its line end. An empty line and a comment line count as statements."""
+    """Yield each statement with its line end. Empty lines and comment lines are statements too."""
     begin = depth = 0
     for token in _TOKEN.finditer(content):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
@@ -258,7 +258,7 @@ def _dotted(statement: Mapping[str, Any]) -> str:
 
 
 def _wrong_type(kind: ValueKind, value: object) -> str:
-    """Return what is wrong with the TOML type of a value; "" for nothing."""
+    """Return why a value's TOML type is wrong; "" if it is right."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if type(value) in kind.types and all(isinstance(item, str) for item in items):
         return ""

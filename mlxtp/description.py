@@ -1,4 +1,4 @@
-"""Facts of a model that the engine reads off its modules, and by which agents plan. Pure."""
+"""Facts of a model that the engine reads from its modules, for agents to plan with. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 FORMAT = 1
-#: Status of a process that describes, for a configuration that is wrong; 1 for one that it cannot use.
+#: Status of a describing process for a wrong configuration; 1 means an unusable one.
 INVALID = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """One layer, or what stands before or behind the layers. Bytes are of tensors as they are stored.
+    """One layer, or the part before or after all layers. Bytes are of tensors as stored.
 
-    numbers         weights: of quantized ones without their scales
+    numbers         weights, without the scales of quantized ones
     weight_bytes    all tensors
-    whole_bytes     of these, those that each of several ranks has whole; 0 where ranks cannot share layers
-    token_*         the same, of experts those that one token meets, of an embedding one row
-    kv_token_bytes  bytes of one more token in its caches, as long as these grow
-    kv_window_bytes the part of these in caches that keep `window` tokens at most
-    kv_heads        ranks among which these can be divided at most
-    window          0 where its caches keep all tokens
-    state_bytes     bytes of a sequence in its caches that do not grow
+    whole_bytes     the part that each of several ranks needs whole; 0 if ranks cannot share layers
+    token_*         the same for one token: only the experts that it meets, only one row of an embedding
+    kv_token_bytes  bytes of one more token in its caches, as long as they grow
+    kv_window_bytes the part of kv_token_bytes in caches of at most `window` tokens
+    kv_heads        most ranks that can divide its caches
+    window          0 if its caches keep all tokens
+    state_bytes     bytes per sequence in its caches that do not grow
     """
 
     numbers: int = 0
@@ -46,12 +46,12 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One size of which each rank gets an equal part.
+    """One size that ranks divide equally.
 
     what    its name, such as "KV heads"
-    reads   name of the numbers that a projection reads whose input is cut; "" if none is
-    width   how many of these numbers belong to one of `size`; they are cut between quantization groups only
-    copies  whether several ranks may have the same one
+    reads   name of the numbers in a projection whose input is cut; "" if none is
+    width   numbers per unit of `size`; they are cut only between quantization groups
+    copies  several ranks may have the same unit
     """
 
     what: str
@@ -61,7 +61,7 @@ class Dimension:
     copies: bool = False
 
     def obstacle(self, ranks: int, group: int) -> str:
-        """Return why `ranks` ranks cannot divide it, in quantization groups of `group`; "" if they can."""
+        """Return why `ranks` ranks cannot divide it in quantization groups of `group`; "" if they can."""
         if self.size % ranks and not (self.copies and ranks % self.size == 0):
             if self.what.endswith(("heads", "groups")):
                 return f"{self.size} {self.what} do not divide by {ranks}"
@@ -75,7 +75,7 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """All sizes of a model that ranks divide, and the size of its quantization groups, 1 without."""
+    """All sizes of a model that ranks divide, and the size of its quantization groups (1: none)."""
 
     each: tuple[Dimension, ...] = ()
     group: int = 1
@@ -89,12 +89,12 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class CacheCapabilities:
-    """Capabilities of the KV caches of a model.
+    """Capabilities of a model's KV caches.
 
     batched      sequences decode together
-    rolls_back   a step may feed rows several tokens, and each row goes back to some of them
+    rolls_back   a step may feed rows several tokens, and each row may drop some of them again
     truncatable  a sequence may start from any beginning of another's caches
-    copyable     a sequence may start from a copy of another's caches, as long as all their tokens begin it
+    copyable     a sequence may start from a copy of another's caches if it begins with all their tokens
     quantizable  keys and values may be kept in few bits
     kinds        mlx-lm's names of the caches
     """
@@ -109,26 +109,26 @@ class CacheCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model, as its modules show it.
+    """A model as its modules show it.
 
     family        mlx-lm's name of it
     hidden, vocabulary    sizes
-    embedding, layers, head    parts; a head that is the embedding has only the figures of a token
-    caches        what its KV caches can do
-    tied          whether head and embedding are one
+    embedding, layers, head    parts; a head tied to the embedding has only token figures
+    caches        capabilities of its KV caches
+    tied          head and embedding are one
     experts, picked    routed experts of a layer, and how many of them a token meets; 0 without
-    mlp_bytes     of dense MLPs of `mlp_width` that a rank has whole where ranks cannot share them; 0 without
-    bits, group   of the quantization; 16 or 32 bits and group 1 without
-    number_bytes  of one number that is not quantized
-    expands       mlx-lm makes larger weights of those on the disk
-    context       most tokens that it supports; 0 where its configuration does not say
-    has_head      its configuration names an MTP head, and `drafts`: one that can be used
+    mlp_bytes     dense MLPs of `mlp_width` that a rank needs whole if ranks cannot share them; else 0
+    bits, group   of the quantization; without one 16 or 32 bits and group 1
+    number_bytes  of one unquantized number
+    expands       mlx-lm expands the weights on disk
+    context       most tokens that it supports; 0 if its configuration does not say
+    has_head      its configuration names an MTP head; `drafts`: it has a usable one
     dimensions    sizes that ranks divide
-    kernels       operations for one token that each start a kernel
-    collectives   sums over the ranks for one token; 0 where ranks cannot share layers
-    joined        layers that must be on the rank of the layer before
-    keepers       layers of which each stage needs one, because of their caches; () where any layer will do
-    unsharable, uncuttable    why ranks cannot share each layer, or have whole ones; "" if they can
+    kernels       kernels started per token
+    collectives   sums over the ranks per token; 0 if ranks cannot share layers
+    joined        layers that must be on the same rank as the layer before
+    keepers       layers with special caches: each stage needs one of them; () if any layer will do
+    unsharable, uncuttable    why ranks cannot share layers, or take whole ones; "" if they can
     """
 
     family: str
@@ -164,7 +164,7 @@ def to_text(description: Description) -> str:
 
 
 def built(kind: Any, told: Any) -> Any:
-    """Return the value of this type of which `asdict` and JSON made `told`. Raises as the type does."""
+    """Rebuild a value of this type from JSON of its `asdict`. Raises as the type does."""
     if get_origin(kind) is tuple:
         return tuple(built(get_args(kind)[0], each) for each in told)
     if not is_dataclass(kind):
@@ -174,7 +174,7 @@ def built(kind: Any, told: Any) -> Any:
 
 
 def from_text(text: str) -> Description:
-    """Return what `to_text` made this of. Checks names alone. Raises ValueError for other ones."""
+    """Parse the output of `to_text`. Checks names only. Raises ValueError for wrong ones."""
     try:
         told: dict[str, Any] = json.loads(text)
         if told.pop("format") != FORMAT:

@@ -1,7 +1,7 @@
-"""Every error this project raises on purpose, below `MlxtpError`.
+"""All errors that this project raises on purpose, below `MlxtpError`.
 
-Each carries a `Code`, which appears in Error frames, HTTP bodies and logs. `docs/doctor.md` explains the
-codes. A rank process that ends because of a code exits with `exit_status(code)`.
+Each has a `Code`, which appears in Error frames, HTTP bodies and logs. `docs/doctor.md` explains the codes. A
+rank process that ends because of a code exits with `exit_status(code)`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Exit(IntEnum):
 _EXIT_STATUS_BASE = 64
 #: Exit status of a rank process that handled SIGTERM, as shells report it.
 TERMINATED_STATUS = 128 + 15
-#: Exit status of a rank whose main thread hung, so that another thread ended it: 137, as after SIGKILL.
+#: Exit status of a rank whose hung main thread made another thread end it: 137, as after SIGKILL.
 WEDGED_STATUS = 128 + 9
 
 
@@ -99,18 +99,18 @@ def code_of_exit(status: int) -> Code | None:
     return codes[position] if 0 <= position < len(codes) else None
 
 
-#: MLX's text, in a forward or a proof, when a neighbour's process has ended.
+#: MLX's text in a forward or a proof after a neighbor's process has ended.
 _RING_LOST = "[ring] connection to a peer was lost"
 
 
 def is_consequence(code: str, detail: str) -> bool:
-    """Return True when an error only reports that a rank is gone: its cause may still be on its way."""
+    """Return True if an error only reports that a rank is gone, so that its cause may still arrive."""
     if code in (Code.FORWARD_FAILED, Code.PROOF_FAILED):
         return _RING_LOST in detail
     return code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
 
 
-#: Part of the text of a stall in which all ranks stand at the same place.
+#: In the text of a stall that has all ranks at the same place.
 NOBODY_BEHIND = "no rank is behind"
 
 
@@ -119,7 +119,7 @@ def is_library_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-#: Open files that an agent and each of its ranks may have: `import mlx_lm` sets this as its hard limit.
+#: Open files that an agent and each of its ranks may have. `import mlx_lm` sets it as its hard limit.
 MANY_FILES = 4096
 #: Remedy for a lower limit.
 RAISE_FILES = (
@@ -139,7 +139,7 @@ def why_not_written(error: OSError, folder: object) -> str:
 
 
 class MlxtpError(Exception):
-    """Base of all errors. `code` is the kind of the error; the text explains it to the user."""
+    """Base of all errors. `code` is the kind; the text explains it to the user."""
 
     code: Code = Code.INTERNAL
     #: Exit status of a command that it ends.
@@ -160,7 +160,7 @@ class UserError(MlxtpError):
 
 @contextmanager
 def in_words(kind: type[UserError], words: str) -> Iterator[None]:
-    """Raise an OSError of the context as this kind of error, with these words before the system's."""
+    """Turn an OSError of the context into this kind of error, with these words before the system's."""
     try:
         yield
     except OSError as error:
@@ -178,10 +178,7 @@ class ModelError(UserError):
 
 
 class RequestError(UserError):
-    """A request that is refused before it reaches a rank. `status` is the HTTP status.
-
-    `state`: the cluster's, while it is not ready.
-    """
+    """A request refused before it reaches a rank. `status`: HTTP status. `state`: of a cluster not ready."""
 
     code = Code.BAD_REQUEST
 
@@ -201,21 +198,21 @@ class RequestError(UserError):
 
 
 class ProtocolError(MlxtpError):
-    """The rules of the wire were broken. The link that raised it is closed for good."""
+    """A peer or this process broke the wire's rules. The link that raised it stays closed."""
 
     code = Code.OUT_OF_ORDER
 
 
 class LocalProtocolError(ProtocolError):
-    """This process tried to send a forbidden frame: a bug here. Nothing was sent."""
+    """This process tried to send a forbidden frame, which is a bug here. Nothing was sent."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent a forbidden frame. Nothing of that frame was used."""
+    """The peer sent a forbidden frame. None of it was used."""
 
 
 class LinkError(MlxtpError):
-    """The link's other end is gone, or did not reply within its deadline."""
+    """The link's other end is gone, or did not reply in time."""
 
     code = Code.LINK_LOST
 

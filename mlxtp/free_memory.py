@@ -1,4 +1,4 @@
-"""Free memory of this machine, which agents plan with and ranks measure at a load."""
+"""Free memory of this machine. Agents plan with it; ranks measure it while they load."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _PAGES = re.compile(r"^([A-Z][\w -]{1,40}):[ \t]{0,60}(\d{1,15})", re.ASCII | re
 
 
 def parse_vm_stat(text: str) -> tuple[int, int] | None:
-    """Return the free and the wired bytes by macOS's `vm_stat`; None if it lacks one of the counts.
+    """Return the free and the wired bytes in macOS's `vm_stat`; None if it lacks one of the counts.
 
-    Free is what holds nothing, what holds files (with read-ahead pages: XNU, `vm_page_speculate`), and what
-    programs may lose. Inactive pages are not: after a download half of the file cache is active, and half of
-    what programs hold is inactive.
+    Free, file-backed (with read-ahead: XNU, `vm_page_speculate`) and purgeable pages are free. Inactive ones
+    are not counted: after a download half of the file cache is active, and half of programs' memory inactive.
     """
     size = _PAGE_SIZE.search(text[:1000])
     pages = {name: int(count) for name, count in _PAGES.findall(text[:_LONGEST])}
@@ -30,16 +29,16 @@ def parse_vm_stat(text: str) -> tuple[int, int] | None:
 
 
 def free_bytes(system: str = sys.platform) -> int:
-    """Return the bytes that programs can get now without swapping. Blocks for some milliseconds.
+    """Return the bytes that programs can get without swapping. Blocks for some milliseconds.
 
-    As psutil counts it, except on macOS, where psutil takes inactive pages of programs for free, and active
-    ones of files for used. There it does so only if `vm_stat` cannot run.
+    On macOS psutil counts programs' inactive pages as free and files' active pages as used. So its count is
+    used only on other systems, or if `vm_stat` fails.
     """
     import psutil
 
     if system == "darwin":
         try:
-            # Without close_fds a process of any size starts another one without a copy of itself.
+            # Without close_fds a large process starts another without copying itself.
             said = subprocess.run(
                 (_VM_STAT,), check=True, stdout=subprocess.PIPE, timeout=_VM_STAT_S, close_fds=False
             ).stdout

@@ -1,4 +1,4 @@
-"""Import of many modules at the start of a process, and what is known of a package without its import."""
+"""Imports of many modules at the start of a process, and facts of packages without importing them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 def importing() -> Iterator[None]:
     """Let Ctrl-C end the process silently, and collect no garbage, until the context ends.
 
-    The system ends the process: a module being imported could catch or print an exception. A process in the
-    background still ignores Ctrl-C. Collections would find nothing, and take a tenth of the start of an
-    agent. Later ones skip all that is there at the end of the context.
+    The system ends the process, since a module that is being imported could catch or print an exception. A
+    background process still ignores Ctrl-C. Collections would find nothing and take a tenth of an agent's
+    start. Later collections skip all objects that exist at the end of the context.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
@@ -46,7 +46,7 @@ def installed(package: str) -> str:
 def metal_wheel() -> str:
     """Return the platform of the installed mlx-metal, such as "macosx_26_0_arm64"; "" without it.
 
-    The wheels of one version for macOS 14, 15 and 26 have unlike kernels.
+    Wheels of one version for macOS 14, 15 and 26 have different kernels.
     """
     import importlib.metadata
 
@@ -56,11 +56,11 @@ def metal_wheel() -> str:
     return ""
 
 
-# --- transformers' tokenizers without the files of its packages, which read the source of every model ------
-# That reading takes 0.55 of the 0.9 s of processor time of a tokenizer process (Linux, one core).
+# --- transformers' tokenizers without its packages' own files, which read the source of every model ---------
+# Reading them takes 0.55 of a tokenizer process's 0.9 s of processor time (Linux, one core).
 
 _PACKAGES = ("transformers", "transformers.models")
-#: Names of `transformers` that reading a tokenizer needs, by their modules.
+#: Names of `transformers` that a tokenizer needs, with their modules.
 _NAMES = {
     "AutoTokenizer": "models.auto.tokenization_auto",
     "PreTrainedTokenizer": "tokenization_python",
@@ -69,7 +69,7 @@ _NAMES = {
 
 
 class LightPackage(ModuleType):
-    """A package whose own file has not run. It runs when code needs another name of the package."""
+    """A package whose own file runs only when code needs another name of the package."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -79,10 +79,9 @@ class LightPackage(ModuleType):
 
 
 def import_tokenizers() -> None:
-    """Import what `from transformers import AutoTokenizer, PreTrainedTokenizerFast` needs.
+    """Import the tokenizer classes of transformers, and the rest only when code needs it.
 
-    For a process of its own: transformers stays light until code needs the rest of it. Other versions of
-    transformers, which may lie elsewhere, are imported as a whole.
+    For a separate process. A version of transformers with other modules is imported whole.
     """
     import importlib.metadata
 

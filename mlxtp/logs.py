@@ -1,7 +1,7 @@
 """Log files, and formats of their lines: text for people, or one JSON object each for programs.
 
-A caller may add what a line is about: `extra={"epoch": 3, "rank": 1}`. The id of the present request is added
-automatically (`api/request_context.py`). Prompts and replies are never logged.
+A caller may name the subject of a line: `extra={"epoch": 3, "rank": 1}`. The id of the present request is
+added (`api/request_context.py`). Prompts and replies are never logged.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_STDERR_BYTES = 1024**2
 
 
 class RotatingLog(RotatingFileHandler):
-    """A log file that starts again at `MAX_LOG_BYTES`; the last `KEPT_LOGS` stay beside it, from FILE.1 on.
+    """A log file that starts over at `MAX_LOG_BYTES`. The last `KEPT_LOGS` files stay, as FILE.1 and so on.
 
-    When writing fails, it reports that on standard error, once until a write succeeds again.
+    A failed write is reported on standard error, once until a write succeeds again.
     """
 
     def __init__(self, path: str, option: str = "--log-file") -> None:
@@ -67,16 +67,16 @@ class RotatingLog(RotatingFileHandler):
 
 
 _AUDIT_LOCK = "audit.lock"
-FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause; others are counted in the next such line.
-#: Audit lines kept while another process holds the lock; a later line counts those beyond.
+FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause. The next such line counts the omitted ones.
+#: Audit lines kept while another process holds the lock. A later line counts those dropped.
 MOST_WAITING = 1000
-LAST_WAIT_S = 0.8  #: Seconds that the end of a process waits for that lock: an agent has `THREADS_S` there.
+LAST_WAIT_S = 0.8  #: Seconds that a process's end waits for that lock; an agent has `THREADS_S` then.
 
 
 class AuditLog(RotatingLog):
-    """The audit log of a home, for its user alone. The agent and commands may write it at the same time.
+    """The audit log of a home, for its user alone. An agent and commands may write it at the same time.
 
-    A thread waits for the lock if another process holds it, as that one may be stopped.
+    If another process holds the lock, a thread waits for it, since that process may be stopped.
     """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,9 +86,9 @@ class AuditLog(RotatingLog):
         self._clock = clock
         self._left_out = self._lost = 0
         self._lines = AuditLines()
-        self._waiting: deque[logging.LogRecord] = deque()  # lines, each the message of a record
-        self._late = False  # A thread waits for the lock, and will write what waits by then.
-        self._later: threading.Thread | None = None  # the last such thread
+        self._waiting: deque[logging.LogRecord] = deque()  # their messages are lines
+        self._late = False  # A thread waits for the lock, and will write all lines that wait by then.
+        self._later: threading.Thread | None = None  # the latest such thread
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
@@ -96,7 +96,7 @@ class AuditLog(RotatingLog):
         return stream
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Leave out events of strangers that are too many. The next one has their number."""
+        """Drop strangers' events beyond the limit, and count them in the next one."""
         if not getattr(record, "foreign", False):
             return True
         if self._foreign.take(self._clock()):
@@ -118,12 +118,12 @@ class AuditLog(RotatingLog):
             self._later.start()
 
     def flush(self) -> None:
-        """Flush without the handler's lock, which the end of the process holds while it waits in `close`."""
+        """Flush without the handler's lock: `close` holds it while it waits at the process's end."""
         if self.stream is not None:
             self.stream.flush()
 
     def close(self) -> None:
-        """Wait a little for the lock. Report on standard error how many lines it kept back."""
+        """Wait a little for the lock. Report on standard error how many lines are left."""
         if self._later is not None:
             self._later.join(LAST_WAIT_S)
         if left := len(self._waiting) + self._lost:
@@ -132,16 +132,16 @@ class AuditLog(RotatingLog):
         super().close()
 
     def _write(self, how: int = 0) -> bool:
-        """Open the file, which another process may have rotated, write what waits, and close it."""
+        """Open the file anew, since another process may have rotated it; write all lines; close it."""
         try:
             with open(self._home / _AUDIT_LOCK, "a", opener=_private) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | how)
-                self._late = False  # a line that comes from now on has its own `_write`
+                self._late = False  # a line from now on gets its own `_write`
                 while self._waiting:
                     super().emit(self._waiting.popleft())
                 if self.stream is not None:
                     self.stream.close()
-                    self.stream = None  # it is opened again
+                    self.stream = None  # so that it is opened again
         except BlockingIOError:
             return False
         except OSError:
@@ -151,18 +151,18 @@ class AuditLog(RotatingLog):
 
 
 def keep_audit(home: Path) -> None:
-    """Write this process' audit events to the home's file. Raises ConfigError where that is not possible."""
+    """Write this process's audit events to the home's file. Raises ConfigError if that fails."""
     audit.log.handlers[:] = [AuditLog(home)]
     audit.log.setLevel(logging.INFO)
 
 
 def shorten_stderr() -> None:
-    """Empty standard error if it is a file that has grown: launchd appends to it without limit."""
+    """Empty standard error if it is a large file, because launchd appends to it without limit."""
     try:
         found = os.fstat(sys.stderr.fileno())
         if stat.S_ISREG(found.st_mode) and found.st_size > MAX_STDERR_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
-    except (OSError, ValueError):  # it is closed, or not a file of the system
+    except (OSError, ValueError):  # it is closed, or no file of the system
         return
 
 
@@ -171,11 +171,10 @@ def log_formatter(name: str) -> logging.Formatter:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line.
+    """One JSON object per line.
 
-    `time` (RFC 3339, UTC, milliseconds), `level`, `logger` and `message` are always there. `request_id`,
-    `key` (the name of the client's key), `epoch`, `rank` and `exception` appear where there is one. `fields`
-    of a record are added.
+    `time` (RFC 3339, UTC, milliseconds), `level`, `logger` and `message` are always there; `request_id`,
+    `key` (name of the client's key), `epoch`, `rank` and `exception` if known. A record's `fields` are added.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -204,7 +203,7 @@ class JsonLines(logging.Formatter):
 
 
 class AuditLines(JsonLines):
-    """`time`, `event`, `message`, the event's fields, and `by`, else the client of the request."""
+    """`time`, `event`, `message`, the event's fields, and `by`, by default the request's client."""
 
     def line(self, record: logging.LogRecord) -> dict[str, object]:
         line = super().line(record)

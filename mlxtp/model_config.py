@@ -9,7 +9,7 @@ from .errors import Code, ModelError
 
 # --- families, by mlx-lm's names ------------------------------------------------------------------------
 
-#: Other names of families, by mlx-lm's own table. A test compares the two tables.
+#: Other names of families, from mlx-lm's own table. A test compares the two.
 ALSO_CALLED = {
     "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "joyai_llm_flash": "deepseek_v3",
     "kimi_k2": "deepseek_v3", "minimax_m2": "minimax", "deepseek_v41_text": "deepseek_v41",
@@ -17,8 +17,8 @@ ALSO_CALLED = {
     "gemma4_unified": "gemma4",
 }  # fmt: skip
 
-_NEXT_N = "model.layers.{}."  # behind the model's own layers, whose number it has
-#: Where the tensors of an MTP head begin, by the family. Only the first head of several is used.
+_NEXT_N = "model.layers.{}."  # with the index after the model's own layers
+#: Prefix of an MTP head's tensors, by family. Only the first of several heads is used.
 MTP_PLACES = {
     "deepseek_v3": _NEXT_N, "glm4_moe": _NEXT_N, "glm4_moe_lite": _NEXT_N, "llama": _NEXT_N,
     "mimo": "model.mtp_layers.0.", "qwen3_5": "mtp.", "qwen3_5_moe": "mtp.", "qwen3_next": "mtp.",
@@ -29,11 +29,11 @@ MTP_PLACES = {
 
 Config = Mapping[str, Any]
 
-ASSUMED_CONTEXT = 4096  #: Tokens that a model supports whose configuration does not say.
-_MOST = 1 << 48  #: Above any size of a model.
+ASSUMED_CONTEXT = 4096  #: Tokens that a model supports if its configuration does not say.
+_MOST = 1 << 48  #: More than any size of a model.
 _GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 262144}
 _GEMMA4: Config = {**_GEMMA, "num_attention_heads": 8, "global_head_dim": 512}
-#: Fields that published configurations leave out, as mlx-lm's modules fill them in.
+#: Fields that published configurations omit, as mlx-lm's modules fill them in.
 _FILLED_IN: Mapping[str, Config] = {
     "gemma3": {**_GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
     "gemma3_text": {**_GEMMA, "num_attention_heads": 4},
@@ -41,7 +41,7 @@ _FILLED_IN: Mapping[str, Config] = {
     "gemma4_text": _GEMMA4,
 }
 
-#: Fields for the number of layers in an MTP head.
+#: Fields for the number of layers of an MTP head.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -51,20 +51,20 @@ def family(config: Config) -> str:
 
 
 def mtp_place(config: Config) -> str:
-    """Return what names of an MTP head's tensors begin with; empty for a model without a head."""
+    """Return the prefix of an MTP head's tensors; "" if the model has no head."""
     text, place = text_config(config), MTP_PLACES.get(family(config), "")
-    named = number(text, *MTP_LAYERS) or family(config) == "qwen3_next"  # whose configuration does not say
+    named = number(text, *MTP_LAYERS) or family(config) == "qwen3_next"  # its configuration does not say
     return place.format(number(text, "num_hidden_layers")) if named else ""
 
 
 def name_in_head(name: str, place: str) -> str:
-    """Return a tensor's name in an MTP head at `mtp_place`; empty for tensors elsewhere."""
-    name = name.removeprefix("language_model.")  # which conversions of models that also see put before it
+    """Return a tensor's name within an MTP head at `mtp_place`; "" for tensors elsewhere."""
+    name = name.removeprefix("language_model.")  # added by conversions of vision models
     return name.removeprefix(place) if name.startswith(place) else ""
 
 
 def text_config(config: Config) -> Config:
-    """Return the fields of the language model, which some families keep apart from other parts."""
+    """Return the fields of the language model, which some families nest."""
     return {**_FILLED_IN.get(family(config), {}), **config, **table(config, "text_config")}
 
 
@@ -94,10 +94,10 @@ def number(config: Config, *names: str) -> int:
 
 # --- quantizations --------------------------------------------------------------------------------------
 
-_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # of MLX
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # MLX's
 _MXFP4: Config = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
-#: Formats that others write: what mlx-lm makes of them, and the families of which it reads them; () for all.
-#: FP8 becomes plain weights, which are larger than their files. Tests load FP8, AWQ and packed integers.
+#: Formats of other tools: mlx-lm's conversion, and the families that it reads them for; () for all. FP8
+#: becomes plain weights, larger than their files. Tests load FP8, AWQ and packed integers.
 _FORMATS: Mapping[str, tuple[Config, tuple[str, ...]]] = {
     "awq": ({"bits": 4, "group_size": 128}, ()),
     "bitnet": ({"bits": 2}, ()),
@@ -124,7 +124,7 @@ def quantizations(config: Config) -> dict[str, Config]:
 
 
 def quantization(config: Config) -> Config:
-    """Return the table of MLX for the loaded weights; empty for plain ones."""
+    """Return MLX's table for the loaded weights; empty for plain ones."""
     told = next(iter(quantizations(config).values()), {})
     if not (name := _format(told)):
         return told
@@ -135,7 +135,7 @@ def quantization(config: Config) -> Config:
 
 
 def expands(config: Config) -> bool:
-    """Return whether mlx-lm makes larger weights of those on the disk."""
+    """Return True if mlx-lm expands the weights that are on disk."""
     return _format(quantizations(config).get("quantization_config", {})) == "fp8"
 
 
@@ -166,7 +166,7 @@ def unreadable(config: Config) -> str:
 
 
 def _format(told: Config) -> str:
-    """Return the format of the weights that `quantization_config` names; empty if it names no method."""
+    """Return the format of weights in `quantization_config`; "" if it names no method."""
     method = told.get("quant_method")
     if method == "compressed-tensors":
         return str(told.get("format"))

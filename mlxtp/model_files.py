@@ -1,7 +1,7 @@
 """Files of a model, read without MLX and without its Python code: its tokenizer, and facts of its weights.
 
 Kimi's repositories have a list of byte strings instead of tokenizer.json, and Python code with the pattern
-that splits text. What reads a file raises OSError, and ValueError for one that makes no sense.
+that splits text. Functions that read a file raise OSError, and ValueError if it makes no sense.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .errors import Code, ModelError
 from .model_config import Config, mtp_place, name_in_head, quantizations
 
 TIKTOKEN_FILE = "tiktoken.model"
-MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
-MAX_TEXT_BYTES = 64 << 20  #: of any other file than weights; Gemma's tokenizer.json has 33 MiB
-MAX_INDEX_BYTES = 32 << 20  #: of an index of weights; DeepSeek V3's has 9 MiB, one of 140,000 tensors 15
-#: Values in a JSON file, which cost a reader more than their bytes: Gemma's tokenizer.json has 1.9 million.
+MAX_CONFIG_BYTES = 8 << 20  #: of config.json; with a quantization for each layer it has 2 MiB
+MAX_TEXT_BYTES = 64 << 20  #: of any other file but weights; Gemma's tokenizer.json has 33 MiB
+MAX_INDEX_BYTES = 32 << 20  #: of an index of weights; 9 MiB for DeepSeek V3, 15 MiB for 140,000 tensors
+#: Values in a JSON file, which cost more than their bytes to read. Gemma's tokenizer.json has 1.9 million.
 MAX_VALUES = 4 << 20
-MAX_FEW_VALUES = 1 << 20  #: of one that an agent reads, whose threads wait for a tenth of a second then
-LFS = b"version https://git-lfs.github.com/spec/"  #: What a pointer of Git LFS begins with.
-_LFS_BYTES = 1024  # of a pointer, at most
-RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_special_tokens`
+MAX_FEW_VALUES = 1 << 20  #: of a file that agents read: it already stops their threads for 0.1 s
+LFS = b"version https://git-lfs.github.com/spec/"  #: Begins a pointer of Git LFS.
+_LFS_BYTES = 1024  # most bytes of a pointer
+RESERVED = 256  # special tokens after the list's; Kimi's `num_reserved_special_tokens`
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -44,13 +44,13 @@ KIMI_PATTERN = "|".join(
 )
 #: Model types whose tiktoken.model goes with that pattern. Moonlight is a deepseek_v3.
 _KIMI = frozenset({"kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "deepseek_v3"})
-#: Model types published with Python code in place of a chat template. mlx-lm has no module for them either.
+#: Model types published with Python code instead of a chat template. mlx-lm has no module for them either.
 _PYTHON_CHATS = frozenset({"deepseek_v41", "deepseek_v41_text", "kimi_k3"})
 _PROBE = " Hello,  world's END .\n\té 日本語ABC 12345 😀 e\u0301\r\n x"
 
 
 def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, template: bool) -> str:
-    """Return why a model without tokenizer.json cannot be used; "" for none. `template`: it has one."""
+    """Return why a model without tokenizer.json cannot be used, or "". `template`: it has one."""
     family, kind = config.get("model_type"), tokenizer_config.get("tokenizer_class")
     if family not in _KIMI or kind != "TikTokenTokenizer":
         return (
@@ -61,7 +61,7 @@ def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, t
 
 
 def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
-    """Return why a model can answer no chats; "" for none, or if that is not known."""
+    """Return why a model cannot answer chats; "" if it can, or if that is unknown."""
     family = config.get("model_type")
     if template or family not in _PYTHON_CHATS:
         return ""
@@ -72,9 +72,9 @@ def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Return the text of tokenizer.json, made of tiktoken.model (160,000 tokens in 3 s) where that is alone.
+    """Return tokenizer.json, converted from tiktoken.model if that is alone (160,000 tokens in 3 s).
 
-    Raises ModelError for one that cannot be used.
+    Raises ModelError for unusable files.
     """
     path = folder / "tokenizer.json"
     if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
@@ -94,23 +94,23 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with a chat template from a file of its own."""
+    """Return tokenizer_config.json, with a chat template that has its own file."""
     path = folder / "tokenizer_config.json"
     settings = table(path) if path.is_file() else {}
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
-    # chat_template.json is of a processor of images
+    # In other models chat_template.json is for a processor of images.
     elif not settings.get("chat_template") and (path := folder / "chat_template.json").is_file():
         settings |= {name: told for name, told in table(path).items() if name == "chat_template"}
     return settings
 
 
-#: Files of tokenizer and chat template, from which `tokenizer_settings` reads.
+#: Files that `tokenizer_settings` reads.
 TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def token_count(folder: Path) -> int:
-    """Return the largest id of a model's tokenizer plus 1; 0 if its files do not show it."""
+    """Return the largest token id plus 1; 0 if the tokenizer's files do not show it."""
     path = folder / "tokenizer.json"
     try:
         if not path.is_file():
@@ -126,7 +126,7 @@ def token_count(folder: Path) -> int:
 
 
 def config_in(folder: Path) -> dict[str, Any]:
-    """Return config.json, with the quantization that ModelOpt writes beside it."""
+    """Return config.json, with the quantization that ModelOpt keeps in its own file."""
     config, beside = table(folder / "config.json", MAX_CONFIG_BYTES), folder / "hf_quant_config.json"
     if not quantizations(config) and beside.is_file():
         config["quantization_config"] = {"quant_method": "modelopt", **table(beside)}
@@ -152,7 +152,7 @@ def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the bytes. Raises ValueError, too, for a pointer of Git LFS."""
+    """Return a file's bytes. Raises ValueError if it is too large or a pointer of Git LFS."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -171,9 +171,9 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
-    """Return the tokenizer.json of a list of "BASE64 RANK" lines and of its tokenizer_config.json.
+    """Return a tokenizer.json made from lines of "BASE64 RANK" and from tokenizer_config.json.
 
-    Raises ValueError for a damaged list, and for one that does not survive a round trip.
+    Raises ValueError if the lines are damaged or do not survive a round trip.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -185,7 +185,7 @@ def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
             f"its {len(pairs)} lines do not have the ranks 0 to {len(pairs) - 1}, with each byte"
         )
     name = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in tokens}
-    # tiktoken joins the pair whose result has the smallest rank; every pair that makes a token may be joined.
+    # tiktoken joins the pair whose result has the lowest rank, so any pair that makes a token is a merge.
     merges = [
         (rank, tokens[token[:at]], tokens[token[at:]], name[token[:at]], name[token[at:]])
         for token, rank in tokens.items()
@@ -233,15 +233,15 @@ def _check_round_trip(tokenizer: Any, first: int, added: list[str], known: Mappi
 
 _SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _HIDDEN = [byte for byte in range(0x100) if byte not in _SHOWN]
-#: GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others.
+#: GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for the others.
 CHARACTER_OF = {byte: chr(byte) for byte in _SHOWN} | {byte: chr(0x100 + i) for i, byte in enumerate(_HIDDEN)}
 
 
 # --- weights --------------------------------------------------------------------------------------------
 
 _SAMPLE_BYTES = 1 << 20
-WEIGHTS = "model*.safetensors"  #: All that mlx-lm reads.
-MTP_FILE = "mtp.safetensors"  #: for an MTP head that is not in the model's own files
+WEIGHTS = "model*.safetensors"  #: mlx-lm reads no others
+MTP_FILE = "mtp.safetensors"  #: for an MTP head outside the model's own files
 INDEX = "model.safetensors.index.json"
 
 
@@ -255,7 +255,7 @@ def indexed(folder: Path) -> frozenset[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights that are here, without those that its index does not name."""
+    """Return the model's weight files that are here. Files that its index does not name are left out."""
     named = indexed(folder)
     return [path for path in sorted(folder.glob(WEIGHTS)) if not named or path.name in named]
 
@@ -285,10 +285,10 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of the model's configuration, and of the size and parts of every weight file.
+    """Return a hash of the configuration and of samples of every weight file. Raises ModelError.
 
-    Beginnings, with the names and shapes of tensors, middles and ends tell two models apart, but show no
-    forgery. All of a large model would take minutes. Raises ModelError for a damaged index.
+    A file's size, beginning (with the tensors' names and shapes), middle and end tell models apart. They show
+    no forgery, but hashing all of a large model would take minutes.
     """
     with (folder / "config.json").open("rb") as file:
         digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))

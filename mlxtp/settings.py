@@ -1,6 +1,6 @@
-"""Settings of an agent, each told once: a field of `Settings` or `Limits`, with all that is known of it.
+"""Settings of an agent: each is one field of `Settings` or `Limits`, with all facts about it.
 
-Flags (`cli.options`), variables, keys of the file (`config`), defaults and docs/settings.md come from these.
+Flags (`cli.options`), variables, keys of the file (`config`), defaults and docs/settings.md derive from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import values
 from .values import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, Parser
 
 EMBEDDED_MODEL = "tiny"
-#: Bytes at which a new log file begins; the last `KEPT_LOGS` before it are kept.
+#: Bytes of a log file until the next one begins; the last `KEPT_LOGS` are kept.
 MAX_LOG_BYTES = 10 * 1024**2
 KEPT_LOGS = 5
 AUDIT_LOG = "audit.jsonl"  #: In the home.
@@ -24,7 +24,7 @@ GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """Kind of value: its parser, its name in the help, and its types in the file with words for them.
+    """Kind of value: its parser, its name in the help, its types in the file, and words for these.
 
     Flags and variables have strings.
     """
@@ -60,12 +60,11 @@ RDMA = ValueKind(values.each_of(values.parse_rdma), "NODE=DEVICE", (dict, list),
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All that is known of one setting but its type. `key` is its name in the file; one with a dot is in a
-    table, and has no flag.
+    """All facts about one setting but its type.
 
-    `default` is as the file would have it. `unset` describes a default that does not explain itself, or is
-    None. `help` ends with a full stop. `names` are those in `Settings`, or in `Limits`. A setting that is
-    `same_on_all` must be the same on all Macs of a cluster.
+    `key`: its name in the file; with a dot it is in a table, and has no flag. `default`: in the form of the
+    file. `unset` describes a default that needs words. `help` ends with a full stop. `names`: fields of
+    `Settings` or `Limits`. `same_on_all`: it must be the same on all Macs of a cluster.
     """
 
     panel: str
@@ -79,7 +78,7 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """Its flag, such as --max-context; empty without one. One of a list gives a single item."""
+        """Its flag, such as --max-context, "" without one. A flag of a list takes one item."""
         if "." in self.key:
             return ""
         return f"--{(self.key.removesuffix('s') if self.repeatable else self.key).replace('_', '-')}"
@@ -105,7 +104,7 @@ def variable_of(key: str) -> str:
 
 
 def _told(panel: str, kind: ValueKind, default: object, help: str, **more: Any) -> Any:
-    """Return the field of a setting. Its key and names are the field's name, unless given."""
+    """Return a setting's field. Its key and names default to the field's name."""
     setting = Setting(panel, kind, default, help, **more)
     parsed: Any = None if default is None else kind.parse(default, "")
     return field(default=parsed[0] if setting.names else parsed, metadata={"setting": setting})
@@ -115,11 +114,11 @@ def _told(panel: str, kind: ValueKind, default: object, help: str, **more: Any) 
 class Limits:
     """Limits of time, in seconds, and of open requests; some are settings.
 
-    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is unplugged.
-    `recovery_s`: a request's wait for another group after its own has ended, or three loads of the model,
-    whichever is longer. `canary_s`: the idle time of a group between two proofs. `load_stall_s`,
-    `prefill_stall_s`, `decode_stall_s`: time without any progress. A forward has 4 times its expected time in
-    addition in prefill, and 20 times in decode.
+    `form_s`, `proof_s`: forming a group, and its first small sums, since these hang without a cable.
+    `recovery_s`: a request's wait for another group after its own ended, or three loads of the model if that
+    is longer. `canary_s`: a group's idle time between two proofs. `load_stall_s`, `prefill_stall_s`,
+    `decode_stall_s`: time without progress; a forward gets 4 times its expected time more in prefill, and 20
+    times in decode.
     """
 
     # fmt: off
@@ -159,12 +158,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings that `mlxtp node` runs with. These are not set by users:
+    """Settings of `mlxtp node`. Users cannot set these:
 
-    prefill_chunk, run_ahead: most tokens of a prompt in one forward, and of forwards queued ahead
+    prefill_chunk, run_ahead: most tokens of a prompt in one forward, most forwards queued ahead
     cluster      this agent belongs to a cluster; `alone` is the user's setting against it
-    model_given  the user set `model`; a default model is for a new cluster only
-    join         None: not set; empty: with the stored identity; else a join token (`resolve_join`)
+    model_given  the user set `model`; a default model is only for a new cluster
+    join         None: not set; "": with the stored identity; else a join token (`resolve_join`)
     origins      key and place of each setting that is not the default
     """
 
@@ -347,12 +346,12 @@ class Settings:
 
     @property
     def local_backend(self) -> str:
-        """Fabric of the ranks of one machine; a single rank needs none."""
+        """Fabric of one machine's ranks. A single rank needs none."""
         return "none" if self.ranks == 1 else "ring"
 
     @property
     def loopback(self) -> str:
-        """The only address that counts for agents of one machine; empty for others."""
+        """The only address for agents of one machine; "" for other agents."""
         return self.control_host if values.is_loopback(self.control_host) else ""
 
 
@@ -362,8 +361,7 @@ def _settings_of(told: type) -> Iterator[Setting]:
             yield replace(setting, key=setting.key or each.name, names=setting.names or (each.name,))
 
 
-#: In the order of the help and of the page, which begin with the model. The file is in the home, so it cannot
-#: name the home.
+#: In the order of help and page: the model first. The home is missing, because the file is in it.
 SETTINGS = tuple(
     sorted((*_settings_of(Settings), *_settings_of(Limits)), key=lambda each: each.key != "model")
 )
@@ -375,12 +373,12 @@ OTHER_VARIABLES = {
     JOIN: "The token for `mlxtp node --join`, hidden from the list of processes.",
     "MLXTP_KEY": "The API key that `mlxtp launch` gives to a client, where `--key` is not given.",
 }
-#: Variables that the examples read, and that settings of clients name.
+#: Variables for the examples and for clients' settings.
 _FOR_CLIENTS = frozenset(("MLXTP_URL", "MLXTP_API_KEY"))
 
 
 def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
-    """Return the name that was probably meant, also by the last part of a dotted one; "" for none."""
+    """Return the name that was probably meant, or whose last part was; "" for none."""
     whole = {each: each for each in reversed(known)}
     parts = {each.rpartition(".")[2]: each for each in reversed(known)}
     for asked in dict.fromkeys((word, word.rpartition(".")[2])):
@@ -390,7 +388,7 @@ def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
 
 
 def unknown_variables(names: tuple[str, ...]) -> list[str]:
-    """Return a sentence for each environment variable that looks like one of mlxtp's but is unknown."""
+    """Return a sentence for each environment variable that looks like mlxtp's but is unknown."""
     known = {key: variable_of(key) for key in BY_KEY}
     known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
     passed = _FOR_CLIENTS.union(known.values())

@@ -1,7 +1,7 @@
-"""Short names of models, as Ollama and exo have them, and the repositories that they stand for. Pure.
+"""Short names of models, from Ollama and exo, and the repositories that they stand for. Pure.
 
-A name without a size stands for the size that Ollama has under it. Exact names come first: a short name
-counts only where no folder and no deployment is called so.
+A name without a size stands for Ollama's default size. Exact names win: a short name counts only if no folder
+and no deployment has it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 _OWNER = "mlx-community"
-#: By repository of that owner. Names with a colon are Ollama's, the others are exo's.
+#: By repository of that owner. Names with a colon are Ollama's, the others exo's.
 _NAMES: Mapping[str, str] = {
     "Llama-3.2-1B-Instruct-4bit": "llama3.2:1b llama-3.2-1b",
     "Llama-3.2-3B-Instruct-4bit": "llama3.2 llama3.2:3b llama-3.2-3b",
@@ -65,7 +65,7 @@ SHORT_NAMES: Mapping[str, str] = {
 
 
 def stands_for(name: str | None) -> str:
-    """Return the OWNER/NAME that a short name stands for, in any case, also with :latest; else empty."""
+    """Return the OWNER/NAME of a short name, in any case, with or without :latest; "" for other names."""
     return SHORT_NAMES.get((name or "").lower().removesuffix(":latest"), "")
 
 
@@ -74,5 +74,5 @@ def short_for(name: str) -> str:
 
 
 def near(name: str) -> str:
-    """Return up to three short names that are spelled much like this one, with commas; else empty."""
+    """Return up to three short names with a similar spelling, separated by commas, or ""."""
     return ", ".join(get_close_matches(name.lower()[:100], SHORT_NAMES))

@@ -1,6 +1,6 @@
-"""Parsers of single values of settings, from a flag, a variable or the file, and words for them. Pure.
+"""Parsers of single settings' values, from a flag, a variable or the file, and words for them. Pure.
 
-`value` is a string, or a TOML value; `where` is the place that a ConfigError names, which any may raise.
+`value` is a string or a TOML value. `where` is its place in a ConfigError. Any parser may raise one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-#: Parser of the value at a place. Raises ConfigError.
+#: Takes a value and its place. Raises ConfigError.
 Parser = Callable[[Any, str], Any]
 
 DEFAULT_HTTP = "127.0.0.1:52415"
@@ -34,7 +34,7 @@ def _wrong(where: str, value: object, what: str) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach an address or name, of which localhost is one."""
+    """Return True if only programs of this machine reach an address or name, such as localhost."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -80,7 +80,7 @@ def one_of(*choices: str) -> Parser:
 
 
 def up_to(most: int, what: str = "a whole number from 0") -> Parser:
-    """Return a parser of whole numbers from 0 to `most`; `what` names them in the error."""
+    """Return a parser of whole numbers from 0 to `most`. `what` names them in errors."""
 
     def parse(value: object, where: str) -> int:
         if (number := _decimal(str(value).replace("_", ""), most)) is None:
@@ -91,7 +91,7 @@ def up_to(most: int, what: str = "a whole number from 0") -> Parser:
 
 
 def expanded(path: object, where: str) -> Path:
-    """Return a path with ~ expanded. Raises ConfigError for text that cannot be a path."""
+    """Expand ~ in a path. Raises ConfigError for text that cannot be a path."""
     text = str(path)
     if "\0" in text:
         raise _wrong(where, text, "has a zero character, which no path can have")
@@ -113,7 +113,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def each_of(parse: Callable[[str, str], str]) -> Parser:
-    """Return a parser of a table, a list, or one string with commas, whose items `parse` parses."""
+    """Return a parser of a table, a list, or a string with commas. `parse` parses each item."""
 
     def parse_all(value: object, where: str) -> tuple[str, ...]:
         if isinstance(value, dict):
@@ -146,7 +146,7 @@ def parse_origin(item: str, where: str) -> str:
     if (match := _ORIGIN.fullmatch(item.lower())) is None:
         form = "an origin, such as http://localhost:3000: scheme, host, port of the page, without a path"
         raise _wrong(where, item, f"is not {form}; or write * for any")
-    # Browsers leave out the default port of a scheme.
+    # Browsers omit a scheme's default port.
     return f"{match[1]}://{match[2].removesuffix(_DEFAULT_PORTS.get(match[1], '/'))}"
 
 
@@ -158,7 +158,7 @@ def parse_name(value: object, where: str) -> str:
 
 
 def parse_host_port(value: object, where: str) -> tuple[str, int]:
-    """Parse an IPv4 address and a port, such as 10.0.0.1:52414. MLX's ring supports IPv4 only."""
+    """Parse an IPv4 address and a port, such as 10.0.0.1:52414. MLX's ring supports only IPv4."""
     host, _, port_text = str(value).rpartition(":")
     try:
         address = str(ipaddress.IPv4Address(host or str(value)))
@@ -170,7 +170,7 @@ def parse_host_port(value: object, where: str) -> tuple[str, int]:
 
 
 def parse_peer(item: str, where: str) -> str:
-    """Parse the address of an agent. Names are resolved when dialled."""
+    """Parse an agent's address. Names are resolved when dialed."""
     host, colon, port = item.rpartition(":")
     if not colon:
         host, port = item, str(DEFAULT_CONTROL_PORT)
@@ -218,7 +218,7 @@ def parse_split(value: object, where: str) -> str:
 
 
 def split_layers(split: str, parallel: str, nodes: str) -> tuple[int, ...]:
-    """Return the layers of each Mac that `split` has; () for "auto". Raises ConfigError for wrong ones."""
+    """Return the layers per Mac in `split`; () for "auto". Raises ConfigError for conflicting options."""
     if split == "auto":
         if parallel == "pipeline" and nodes == "1":
             raise ConfigError("--parallel pipeline takes 2 Macs or more, and 1 is to serve the model")
@@ -243,7 +243,7 @@ def parse_replicas(value: object, where: str) -> int:
 
 
 def parse_macs(value: object, where: str) -> tuple[str, ...]:
-    """Parse names of Macs, divided by commas; () for "any"."""
+    """Parse names of Macs, separated by commas; () for "any"."""
     text, form = str(value), "give names such as studio,mini, or any"
     names = tuple(name.strip() for name in text.split(","))
     if not any(names):
@@ -260,7 +260,7 @@ def parse_macs(value: object, where: str) -> tuple[str, ...]:
 
 
 def parse_keep(value: object, where: str) -> int:
-    """Parse how long an unused model stays, in seconds: "forever" is -1."""
+    """Parse the seconds that an unused model stays; -1 for "forever"."""
     text = str(value).strip().lower()
     if text in ("forever", "-1"):
         return -1
@@ -277,7 +277,7 @@ _TIMES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def _decimal(text: str, most: int) -> int | None:
-    """Return the number in `text`, of any number of digits; None if it is none from 0 to `most`."""
+    """Return the number from 0 to `most` in a text of any length; None if it is no such number."""
     digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None
     if digits is None or len(digits) > len(str(most)):
         return None
@@ -315,7 +315,7 @@ def parse_seconds(value: object, where: str) -> float:
 
 
 def parse_limit(value: object, where: str) -> float:
-    """Parse a time of a second at least, because less is never enough."""
+    """Parse a time of at least a second: less is never enough."""
     if (seconds := parse_seconds(value, where)) < 1:
         raise _wrong(where, value, f"is not a time from 1 to {MAX_SECONDS} seconds")
     return seconds

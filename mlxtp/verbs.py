@@ -1,6 +1,6 @@
-"""Commands of `/admin`, each told once: requests, routes, `/openapi.json` and options are read from it.
+"""Commands of `/admin`, each declared once: requests, routes, `/openapi.json` and options derive from it.
 
-`admin/handlers.py` carries them out. The fields of each are those of its body: switches, and texts.
+`admin/handlers.py` carries them out. A command's fields are its body: switches and texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def option(
     parse: Parser | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """Return a field that commands offer as this option, or as an argument where `flag` is empty."""
+    """Return a field that commands offer as this option, or as an argument if `flag` is empty."""
     about = {"description": description, "flag": flag, "parse": parse, "metavar": metavar}
     return field(default=default, metadata=about)
 
@@ -41,7 +41,7 @@ VERBS: dict[str, type[Verb]] = {}  #: By path below `/admin`.
 class Verb:
     """One command for a running agent, which may take `reply_s` seconds to reply.
 
-    `key_scope`: API keys with this scope may use it, too. `polled`: commands repeat it while they wait.
+    `key_scope`: API keys with this scope may use it too. `polled`: commands repeat it while they wait.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -60,9 +60,9 @@ class Verb:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        """Return the command in a body. Switches may be texts such as "yes"; an empty text is the default.
+        """Parse a body. A switch may be a text such as "yes"; an empty text stands for the default.
 
-        Raises RequestError for a field that is of another type, or missing.
+        Raises RequestError for a field that is missing or of another type.
         """
         given: dict[str, Any] = {}
         for each in fields(cls):
@@ -78,11 +78,11 @@ class Verb:
         return cls(**given)
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the request, without what is at its default."""
+        """Return the body of the request, without defaults."""
         return {each.name: value for each in fields(self) if (value := vars(self)[each.name]) != each.default}
 
     def parsed(self) -> dict[str, Any]:
-        """Return the values of the options with a parser that are given. Raises ConfigError."""
+        """Return the given options that have a parser, parsed. Raises ConfigError."""
         return {
             each.name: parse(vars(self)[each.name], each.metadata["flag"])
             for each in fields(self)
@@ -214,7 +214,7 @@ class Serve(Verb, post="serve", key_scope="load", reply_s=60):
     only: bool = option("--replace", "Unload all other models, once this one can be served.", default=False)
 
     def parsed(self) -> dict[str, Any]:
-        """Return what is given of the deployment. Raises ConfigError, also for options that contradict."""
+        """Return the given options, parsed. Raises ConfigError, also if they contradict each other."""
         found = super().parsed()
         split_layers(*(found.get(name, "auto") for name in ("split", "parallel", "nodes")))
         return found

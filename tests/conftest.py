@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import signal
 import threading
 from collections.abc import Generator, Iterator
@@ -85,6 +87,22 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on a loop of its own and with a limit of time."""
+    story = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(story):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(story).parameters}
+
+    async def run() -> None:
+        async with asyncio.timeout(live_cluster.WAIT_S):
+            await story(**given)
+
+    asyncio.run(run())
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -353,18 +353,27 @@ class Server:
 
 
 @contextlib.contextmanager
+def on_loopback(app: Any, loop: asyncio.AbstractEventLoop | None = None, **options: Any) -> Iterator[int]:
+    """The port at which an app is served, on a loop of its own."""
+    sock, loop, stop = bind("127.0.0.1", 0), loop or asyncio.new_event_loop(), asyncio.Event()
+    served = serve(app, sock, stop, grace_s=1, **options)
+    thread = threading.Thread(target=loop.run_until_complete, args=(served,))
+    thread.start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(3 * WAIT_S)
+    assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
+    loop.close()
+
+
+@contextlib.contextmanager
 def serving(backend: FakeBackend, tokenizer: Tokenizer, **settings: Any) -> Iterator[Server]:
     """A running server. `keep_alive_s` of a stream is longer than any test, unless it is given."""
     app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, **{"keep_alive_s": 600.0} | settings)
-    sock = bind("127.0.0.1", 0)
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    thread.start()
-    yield Server(backend, sock.getsockname()[1], tokenizer)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(3 * WAIT_S)
-    assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
-    loop.close()
+    with on_loopback(app) as port:
+        yield Server(backend, port, tokenizer)
 
 
 @pytest.fixture(scope="session")

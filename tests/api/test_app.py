@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -160,23 +159,15 @@ def test_a_text_body_is_read_as_json(server: Server) -> None:
         assert post(server, content=content, headers={"content-type": kind}).status_code == 200
 
 
-def test_a_long_prompt_is_refused_with_the_numbers_before_a_stream_begins(server: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_fit_is_refused_in_tokens_before_a_stream_begins(server: Server, stream: bool) -> None:
     words = [{"role": "user", "content": "hello " * 20_000}]  # long enough for the thread
-    error = assert_error(post(server, ask(messages=words, stream=True)), 400, "context_length_exceeded")
-    assert str(CONTEXT) in error["message"]
-    assert server.backend.requests == []
-
-
-def test_what_cannot_fit_is_refused_in_tokens(server: Server) -> None:
-    words = [{"role": "user", "content": "hello " * 20_000}]
-    error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")
-    found = re.fullmatch(
-        r"This model's maximum context length is 200 tokens\. However, your messages resulted in (\d+) "
-        r"tokens\. Please reduce the length of the messages\.",
-        error["message"],
+    error = assert_error(post(server, ask(messages=words, stream=stream)), 400, "context_length_exceeded")
+    tokens = len(server.ids("hello " * 20_000)) + 3
+    assert error["message"] == (
+        f"This model's maximum context length is 200 tokens. However, your messages resulted in {tokens} "
+        "tokens. Please reduce the length of the messages."
     )
-    assert found is not None
-    assert int(found[1]) == len(server.ids("hello " * 20_000)) + 3
     assert server.backend.requests == []
 
 
@@ -289,18 +280,6 @@ def test_an_unknown_model_is_a_404_for_the_client_library(server: Server) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_a_400_for_the_client_library(server: Server, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match="from 0 to 2, got 3") as caught:
-        server.client.chat.completions.create(model="tiny", messages=HELLO, temperature=3, stream=stream)
-    error = caught.value
-    assert (error.code, error.param, error.type) == (
-        "invalid_request",
-        "temperature",
-        "invalid_request_error",
-    )
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_what_the_backend_refuses_at_once_has_a_real_status(server: Server, stream: bool) -> None:
     server.backend.refusal = RequestError("full", Code.OVERLOADED, status=429)
     response = post(server, ask(stream=stream))
@@ -379,28 +358,6 @@ def test_a_bug_shows_no_traceback(server: Server, caplog: pytest.LogCaptureFixtu
     until(lambda: "secret" in caplog.text)  # logged after it was answered
 
 
-# --- Host and Origin --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:52415", "[::1]", "[::1]:80"])
-def test_loopback_names_are_answered(server: Server, host: str) -> None:
-    origin = f"http://{host}"
-    assert get(server, "/health", headers={"host": host, "origin": origin}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "x@localhost", "localhost:x"],
-)
-def test_other_names_are_refused(server: Server, host: str) -> None:
-    assert_error(get(server, "/health", headers={"host": host}), 421, "host_not_allowed")
-    assert_error(get(server, "/health", headers={"origin": f"http://{host}"}), 403, "origin_not_allowed")
-
-
-def test_a_page_without_origin_of_its_own_is_refused(server: Server) -> None:
-    assert_error(get(server, "/health", headers={"origin": "null"}), 403, "origin_not_allowed")
-
-
 # --- failures in the middle -------------------------------------------------------------------------------
 
 
@@ -427,13 +384,6 @@ def test_a_lost_group_is_an_error_event_and_no_done(server: Server, first: bool)
     }
     with pytest.raises(openai.APIError, match="rank 1 is gone"):
         list(server.client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
-
-
-def test_a_lost_group_is_a_503_when_nothing_was_sent(server: Server) -> None:
-    server.backend.script = then(server.ids("ab"), fail_with(GroupError("rank 1 is gone")))
-    response = post(server, ask())
-    assert_error(response, 503, "rank_lost")
-    assert response.headers["retry-after"] == "7"
 
 
 def test_a_bug_in_the_middle_is_an_error_event(server: Server, caplog: pytest.LogCaptureFixture) -> None:

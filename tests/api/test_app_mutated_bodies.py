@@ -441,7 +441,9 @@ def test_what_is_no_json_object_is_refused(client: httpx.Client, path: str) -> N
     bodies.append(b'{"user": ' + b"9" * 5000 + b"}")
     tally = Tally()
     for sent in bodies:
-        judge(client.post(path, content=sent), OPERATIONS[path], tally)
+        response = client.post(path, content=sent)
+        judge(response, OPERATIONS[path], tally)
+        assert len(response.text) < 400, "it is not sent back"
     assert (tally.answered, tally.refused) == (0, len(bodies))
 
 

@@ -9,7 +9,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import monotonic
 
@@ -67,37 +67,31 @@ class Client:
         self._socket.close()
 
 
-Story = Callable[[Callable[..., Client]], Awaitable[None]]
-
-
-def play(
-    story: Story,
+@contextlib.asynccontextmanager
+async def served(
     backend: FakeBackend,
     *,
     stall_s: float = 60,
     request_s: float = 60,
     body_s: float = 60,
     tls: ssl.SSLContext | None = None,
-) -> None:
-    async def run() -> None:
-        sock, stop = bind("127.0.0.1", 0), asyncio.Event()
-        app = AccessLog(create_app(backend, body_s=body_s), RequestMetrics(monotonic))
-        limits = {"stall_s": stall_s, "request_s": request_s}
-        serving = asyncio.create_task(serve(app, sock, stop, tls=tls, grace_s=1, **limits))
-        clients: list[Client] = []
+) -> AsyncIterator[Callable[..., Client]]:
+    """What makes clients of a running server."""
+    sock, stop = bind("127.0.0.1", 0), asyncio.Event()
+    app = AccessLog(create_app(backend, body_s=body_s), RequestMetrics(monotonic))
+    limits = {"stall_s": stall_s, "request_s": request_s}
+    serving = asyncio.create_task(serve(app, sock, stop, tls=tls, grace_s=1, **limits))
+    clients: list[Client] = []
 
-        def connect(source: str = "127.0.0.1") -> Client:
-            clients.append(Client(sock.getsockname(), source))
-            return clients[-1]
+    def connect(source: str = "127.0.0.1") -> Client:
+        clients.append(Client(sock.getsockname(), source))
+        return clients[-1]
 
-        async with asyncio.timeout(2 * WAIT_S):
-            await story(connect)
-        for client in clients:
-            client.close()
-        stop.set()
-        await serving
-
-    asyncio.run(run())
+    yield connect
+    for client in clients:
+        client.close()
+    stop.set()
+    await serving
 
 
 @pytest.fixture
@@ -108,10 +102,9 @@ def backend(loaded: dict[str, Loaded]) -> FakeBackend:
 # --- readers ----------------------------------------------------------------------------------------------
 
 
-def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: FakeBackend) -> None:
+async def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: FakeBackend) -> None:
     backend.scripts = [says([60] * ENDLESS), says([60, 61, 62])]
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, stall_s=SOON_S) as connect:
         deaf, other = connect(), connect()
         await deaf.send(HEAD + REQUEST)
         await deaf.read(100)
@@ -124,13 +117,10 @@ def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: FakeBac
         assert not backend.answers[0].finished
         assert b"[DONE]" not in await deaf.rest()
 
-    play(story, backend, stall_s=SOON_S)
 
-
-def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
+async def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
     backend.script = says([60] * ENDLESS)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, stall_s=10 * SOON_S) as connect:
         deaf = connect()
         await deaf.send(HEAD + REQUEST)
         await asyncio.to_thread(backend.began.wait, WAIT_S)
@@ -144,16 +134,13 @@ def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
         left = len(await deaf.rest())
         assert left < 4 * http_server.UNREAD_BYTES
 
-    play(story, backend, stall_s=10 * SOON_S)
 
-
-def test_a_whole_answer_that_no_client_takes_is_not_kept_for_ever(
+async def test_a_whole_answer_that_no_client_takes_is_not_kept_for_ever(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 40_000, step=10_000)  # one write, and less than asyncio calls much
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, stall_s=SOON_S) as connect:
         deaf = connect()
         await deaf.send(HEAD + PLAIN)
         head = await deaf.read(300)
@@ -162,16 +149,13 @@ def test_a_whole_answer_that_no_client_takes_is_not_kept_for_ever(
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
         assert len(await deaf.rest()) < length - len(head)
 
-    play(story, backend, stall_s=SOON_S)
 
-
-def test_who_reads_slowly_but_steadily_gets_everything(
+async def test_who_reads_slowly_but_steadily_gets_everything(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 3_000)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, stall_s=5) as connect:
         slow = connect()
         await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
         received = b""
@@ -180,15 +164,12 @@ def test_who_reads_slowly_but_steadily_gets_everything(
             await asyncio.sleep(0.001)
         assert b"[DONE]" in received
 
-    play(story, backend, stall_s=5)
 
-
-def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all that waits is taken within the limit, but some of it is, each time."""
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 300_000, step=10_000)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, stall_s=5 * SOON_S) as connect:
         slow = connect()
         await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + PLAIN)
         received = b""
@@ -197,35 +178,30 @@ def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(SOON_S / 8)
         assert received.endswith(b"}")
 
-    play(story, backend, stall_s=5 * SOON_S)
 
-
-def test_nothing_is_written_to_a_client_that_left_within_a_burst(caplog: pytest.LogCaptureFixture) -> None:
+async def test_nothing_is_written_to_a_client_that_left_within_a_burst(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Steps that come together are sent in one go, before the server can see that a client has left.
 
     asyncio logs a warning for each but the first few.
     """
+    sock, stop, asked = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
 
-    async def story() -> None:
-        sock, stop, asked = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # at once, by a reset
+        for _ in range(PARTS_AT_ONCE):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        asked.set()
 
-        async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.close()  # at once, by a reset
-            for _ in range(PARTS_AT_ONCE):
-                await send({"type": "http.response.body", "body": b"part", "more_body": True})
-            asked.set()
-
-        serving = asyncio.create_task(serve(app, sock, stop, grace_s=1))
-        client = socket.create_connection(sock.getsockname())
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        async with asyncio.timeout(WAIT_S):
-            await asked.wait()
-        stop.set()
-        await serving
-
-    asyncio.run(story())
+    serving = asyncio.create_task(serve(app, sock, stop, grace_s=1))
+    client = socket.create_connection(sock.getsockname())
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await asked.wait()
+    stop.set()
+    await serving
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -233,17 +209,15 @@ def test_nothing_is_written_to_a_client_that_left_within_a_burst(caplog: pytest.
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", HEAD[:-2] + b"X: "])
-def test_half_a_head_is_not_waited_for_for_ever(backend: FakeBackend, sent: bytes) -> None:
-    async def story(connect: Callable[[], Client]) -> None:
+async def test_half_a_head_is_not_waited_for_for_ever(backend: FakeBackend, sent: bytes) -> None:
+    async with served(backend, request_s=SOON_S) as connect:
         client = connect()
         await client.send(sent)
         assert await client.rest() == b""
 
-    play(story, backend, request_s=SOON_S)
 
-
-def test_one_byte_now_and_then_extends_no_deadline(backend: FakeBackend) -> None:
-    async def story(connect: Callable[[], Client]) -> None:
+async def test_one_byte_now_and_then_extends_no_deadline(backend: FakeBackend) -> None:
+    async with served(backend, request_s=5 * SOON_S) as connect:
         client = connect()
         reading = asyncio.create_task(client.rest())
         while not reading.done():
@@ -254,11 +228,9 @@ def test_one_byte_now_and_then_extends_no_deadline(backend: FakeBackend) -> None
             await asyncio.sleep(SOON_S / 10)
         assert await reading == b""
 
-    play(story, backend, request_s=5 * SOON_S)
 
-
-def test_half_a_second_request_is_not_waited_for_for_ever(backend: FakeBackend) -> None:
-    async def story(connect: Callable[[], Client]) -> None:
+async def test_half_a_second_request_is_not_waited_for_for_ever(backend: FakeBackend) -> None:
+    async with served(backend, request_s=SOON_S) as connect:
         client = connect()
         await client.send(HEAD + REQUEST)
         received = b""
@@ -267,11 +239,9 @@ def test_half_a_second_request_is_not_waited_for_for_ever(backend: FakeBackend) 
         await client.send(HEAD[:20])
         assert await client.rest() == b""
 
-    play(story, backend, request_s=SOON_S)
 
-
-def test_half_a_body_is_refused_in_words(backend: FakeBackend) -> None:
-    async def story(connect: Callable[[], Client]) -> None:
+async def test_half_a_body_is_refused_in_words(backend: FakeBackend) -> None:
+    async with served(backend, body_s=SOON_S) as connect:
         client = connect()
         await client.send(HEAD + REQUEST[:-5])
         head, _, body = (await client.rest()).partition(b"\r\n\r\n")
@@ -279,21 +249,16 @@ def test_half_a_body_is_refused_in_words(backend: FakeBackend) -> None:
         assert "not complete within 0.2 s" in json.loads(body)["error"]["message"]
         assert backend.requests == []
 
-    play(story, backend, body_s=SOON_S)
 
-
-def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
+async def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
     async def later() -> None:
         await asyncio.sleep(3 * SOON_S)
 
     backend.script = then([60], later)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S) as connect:
         client = connect()
         await client.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
         assert b"[DONE]" in await client.rest()
-
-    play(story, backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S)
 
 
 # --- what follows a request -------------------------------------------------------------------------------
@@ -312,12 +277,11 @@ CLOSE = b"Connection: close\r\nHost"
     ],
     ids=["blank", "request", "requests", "close"],
 )
-def test_who_leaves_is_seen_behind_what_came_before(
+async def test_who_leaves_is_seen_behind_what_came_before(
     backend: FakeBackend, head: bytes, behind: tuple[bytes, ...]
 ) -> None:
     backend.script = then([], forever)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         client = connect()
         await client.send(head + PLAIN)
         await asyncio.to_thread(backend.began.wait, WAIT_S)
@@ -328,16 +292,13 @@ def test_who_leaves_is_seen_behind_what_came_before(
         client.close()
         assert await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S / 4)
 
-    play(story, backend)
 
-
-def test_requests_one_behind_the_other_are_answered_in_turn(backend: FakeBackend) -> None:
+async def test_requests_one_behind_the_other_are_answered_in_turn(backend: FakeBackend) -> None:
     async def later() -> None:
         await asyncio.sleep(SOON_S)
 
     backend.script = then([60], later)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         client = connect()
         await client.send(HEAD + PLAIN)
         await asyncio.sleep(SOON_S / 4)
@@ -347,21 +308,16 @@ def test_requests_one_behind_the_other_are_answered_in_turn(backend: FakeBackend
         assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
         assert b"chat.completion" in answers[1]
 
-    play(story, backend)
 
-
-def test_what_follows_a_request_is_bounded(backend: FakeBackend) -> None:
+async def test_what_follows_a_request_is_bounded(backend: FakeBackend) -> None:
     backend.script = then([], forever)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         client = connect()
         await client.send(HEAD + PLAIN)
         await asyncio.to_thread(backend.began.wait, WAIT_S)
         await client.send(b"x" * 2 * http_server.BEHIND_BYTES)
         assert await client.rest() == b""
         assert await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S)
-
-    play(story, backend)
 
 
 CHUNKED = HEAD.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -376,12 +332,11 @@ def chunks_of(body: bytes, size: int) -> bytes:
     ("spaces", "size", "taken"),
     [(800, 1, True), (2_000_000, 300, True), (3_000, 1, False), (100_000, 80, False)],
 )
-def test_a_body_in_thousands_of_small_chunks_is_cut_off(
+async def test_a_body_in_thousands_of_small_chunks_is_cut_off(
     backend: FakeBackend, spaces: int, size: int, taken: bool
 ) -> None:
     """Each costs as much of the event loop as a large one, and 43,000 arrive at once."""
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         client = connect()
         with contextlib.suppress(ConnectionError):
             await client.send(CHUNKED + chunks_of(PLAIN + b" " * spaces, size))
@@ -390,12 +345,10 @@ def test_a_body_in_thousands_of_small_chunks_is_cut_off(
         await other.send(GET)
         assert (await other.read()).startswith(b"HTTP/1.1 200 ")
 
-    play(story, backend)
-
 
 @pytest.mark.parametrize("late", [False, True])
-def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, late: bool) -> None:
-    async def story(connect: Callable[[], Client]) -> None:
+async def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, late: bool) -> None:
+    async with served(backend) as connect:
         client = connect()
         await client.send(b"\r\n" + GET if late else GET + b"\r\n")
         assert (await client.read()).startswith(b"HTTP/1.1 200 ")
@@ -407,12 +360,10 @@ def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, late: bo
         await client.send(GET.replace(b"Host", CLOSE))
         assert (await client.rest()).count(b"HTTP/1.1 200 ") == 1
 
-    play(story, backend)
-
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_what_is_no_request_is_logged_without_the_id_of_the_last(
-    backend: FakeBackend, pipelined: bool
+async def test_what_is_no_request_is_logged_without_the_id_of_the_last(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, pipelined: bool
 ) -> None:
     ids: list[object] = []
 
@@ -420,7 +371,8 @@ def test_what_is_no_request_is_logged_without_the_id_of_the_last(
         ids.append(current())
         return True
 
-    async def story(connect: Callable[[], Client]) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [note])
+    async with served(backend) as connect:
         client, nonsense = connect(), b"\x00 nonsense\r\n\r\n"
         if pipelined:
             await client.send(GET + nonsense)
@@ -429,13 +381,6 @@ def test_what_is_no_request_is_logged_without_the_id_of_the_last(
             await client.read()
             await client.send(nonsense)
         assert b"HTTP/1.1 400 " in await client.rest()
-
-    logger = logging.getLogger("uvicorn.error")
-    logger.addFilter(note)
-    try:
-        play(story, backend)
-    finally:
-        logger.removeFilter(note)
     assert ids == [None]
 
 
@@ -446,11 +391,12 @@ def body_of(size: int) -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
 
 
-def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_share_what_room_there_is(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 200_000)
     large = PLAIN + b" " * 150_000
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         holding, late, short = connect(), connect(), connect()
         await holding.send(body_of(300_000) + b" " * 200_000)
         await asyncio.sleep(SOON_S)
@@ -467,16 +413,13 @@ def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch
             await late.send(body_of(len(large)) + large)
             assert (await late.read()).startswith(b"HTTP/1.1 200 ")
 
-    play(story, backend)
 
-
-def test_of_bodies_that_come_at_once_the_first_is_answered(
+async def test_of_bodies_that_come_at_once_the_first_is_answered(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 250_000)
     large = PLAIN + b" " * 250_000
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         clients = [connect() for _ in range(2)]
         for client in clients:
             await client.send(body_of(len(large)) + large[:150_000])
@@ -486,14 +429,11 @@ def test_of_bodies_that_come_at_once_the_first_is_answered(
         heads = [(await client.read())[:13] for client in clients]
         assert heads == [b"HTTP/1.1 200 ", b"HTTP/1.1 503 "]
 
-    play(story, backend)
 
-
-def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 100_000)
     large = PLAIN + b" " * 250_000
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         first, second, short = connect(), connect(), connect()
         for client, text in ((first, large[:150_000]), (second, large[:70_000])):
             await client.send(body_of(len(large)) + text)
@@ -505,17 +445,14 @@ def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytes
         await short.send(PLAIN[10:])
         assert (await short.read()).startswith(b"HTTP/1.1 200 ")
 
-    play(story, backend)
 
-
-def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
+async def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 200_000)
     monkeypatch.setattr(request_body, "RATE_S", SOON_S)
     large = PLAIN + b" " * 150_000
-
-    async def story(connect: Callable[..., Client]) -> None:
+    async with served(backend) as connect:
         stalled, other = connect(), connect("127.0.0.2")
         await stalled.send(body_of(300_000) + b" " * 230_000)
         for _ in range(3):
@@ -528,16 +465,13 @@ def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "65536 bytes a second" in json.loads(body)["error"]["message"]
 
-    play(story, backend)
 
-
-def test_bodies_of_one_client_leave_room_for_others(
+async def test_bodies_of_one_client_leave_room_for_others(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 1_000_000)
     large = PLAIN + b" " * 150_000
-
-    async def story(connect: Callable[..., Client]) -> None:
+    async with served(backend) as connect:
         greedy = [connect() for _ in range(5)]
         for client in greedy:
             await client.send(body_of(300_000) + b" " * 290_000)
@@ -550,23 +484,18 @@ def test_bodies_of_one_client_leave_room_for_others(
         answers = [(await client.read())[9:12] for client in greedy]
         assert answers == [b"400"] * 3 + [b"503"] * 2
 
-    play(story, backend)
-
 
 @pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
-def test_text_that_is_not_ascii_takes_four_times_the_room(
+async def test_text_that_is_not_ascii_takes_four_times_the_room(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes
 ) -> None:
     monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 300_000)
     large = PLAIN.replace(b"hello", letter) + b" " * 150_000
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         client = connect()
         await client.send(body_of(len(large)) + large)
         head = await client.read()
         assert head.startswith(b"HTTP/1.1 200 " if letter == b"a" else b"HTTP/1.1 503 ")
-
-    play(story, backend)
 
 
 # --- many -------------------------------------------------------------------------------------------------
@@ -576,13 +505,12 @@ def test_text_that_is_not_ascii_takes_four_times_the_room(
     ("bound", "words"),
     [("MAX_CONNECTIONS", "this server takes"), ("MAX_PER_ADDRESS", "of 127.0.0.1 are open")],
 )
-def test_one_connection_too_many_is_told_so(
+async def test_one_connection_too_many_is_told_so(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, bound: str, words: str
 ) -> None:
     monkeypatch.setattr(http_server, bound, 2)
     backend.script = then([], forever)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         for _ in range(2):
             client = connect()
             await client.send(HEAD + REQUEST)
@@ -597,16 +525,13 @@ def test_one_connection_too_many_is_told_so(
         assert words in error["message"]
         assert len(backend.requests) == 2
 
-    play(story, backend)
 
-
-def test_who_sends_nothing_gives_way_and_who_is_answered_does_not(
+async def test_who_sends_nothing_gives_way_and_who_is_answered_does_not(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
     backend.script = then([60], forever)
-
-    async def story(connect: Callable[[], Client]) -> None:
+    async with served(backend) as connect:
         answered, silent, newcomer = connect(), connect(), None
         await answered.send(HEAD + REQUEST)
         assert await answered.read(10)
@@ -618,8 +543,6 @@ def test_who_sends_nothing_gives_way_and_who_is_answered_does_not(
         assert (await newcomer.read()).startswith(b"HTTP/1.1 200 ")
         assert not backend.answers[0].closed.is_set()
 
-    play(story, backend)
-
 
 def client_hello() -> bytes:
     received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -629,19 +552,16 @@ def client_hello() -> bytes:
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_connections_that_are_cut_take_no_place(
+async def test_connections_that_are_cut_take_no_place(
     backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
 ) -> None:
     """All of them come before the server looks at the first one."""
     monkeypatch.setattr(http_server, "MOST_PER_ADDRESS", 1)
     monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 2)
-
-    async def story(connect: Callable[..., Client]) -> None:
+    tls = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now()).context if secured else None
+    async with served(backend, tls=tls) as connect:
         for _ in range(3):
             connect()
         other = connect("127.0.0.2")
         await other.send(client_hello() if secured else HEAD + REQUEST)
         assert await other.read(10)
-
-    tls = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now()).context if secured else None
-    play(story, backend, tls=tls)

@@ -78,6 +78,16 @@ class Stage:
         self.gateway.on_event(Finished(uid, reason, generated, generated))
 
 
+@pytest.fixture
+def max_open() -> int:
+    return 4
+
+
+@pytest.fixture
+def stage(max_open: int) -> Stage:
+    return Stage(max_open)
+
+
 async def everything(events: Any) -> list[TokenEvent]:
     return [event async for event in events]
 
@@ -92,76 +102,61 @@ def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
 # --- one request ------------------------------------------------------------------------------------------
 
 
-def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1, 2, 3), 9))
-        assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
-        assert stage.open == 1
-        stage.say(1, 50, 51)
-        stage.finish(1, "stop", 3)
-        assert stage.open == 0
-        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 3)]
-        assert stage.ranks.sent_of(Cancel) == []
-
-    play(story)
+async def test_a_request_goes_to_rank_0_and_its_tokens_come_back(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1, 2, 3), 9))
+    assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
+    assert stage.open == 1
+    stage.say(1, 50, 51)
+    stage.finish(1, "stop", 3)
+    assert stage.open == 0
+    assert await everything(answer) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 3)]
+    assert stage.ranks.sent_of(Cancel) == []
 
 
-def test_after_the_end_there_is_nothing() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.finish(1)
-        assert len(await everything(answer)) == 1
-        assert await everything(answer) == []
-
-    play(story)
+async def test_after_the_end_there_is_nothing(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.finish(1)
+    assert len(await everything(answer)) == 1
+    assert await everything(answer) == []
 
 
-def test_an_answer_tells_what_it_waits_for() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1, 2, 3, 4), 9))
-        assert answer.progress() == Progress("queued")
-        stage.gateway.on_event(Accepted(1))
-        assert answer.progress() == Progress("queued")
-        for computed in (1, 3):
-            stage.gateway.on_event(Prefilled(1, computed, 1))
-            assert replace(answer.progress(), time_ms=0) == Progress("prefill", 4, 1, computed)
-        assert answer.progress().time_ms >= 0
-        stage.say(1, 50, 51)
-        assert answer.progress() == Progress()
-        stage.gateway.park(GROUP, LinkError("gone", Code.LINK_LOST))
-        assert answer.progress() == Progress("restarting")
-        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, stage.ranks), MODEL, TEXT)
-        stage.gateway.on_event(Accepted(2))
-        assert answer.progress() == Progress("queued")
-        stage.gateway.on_event(Prefilled(2, 5, 0))
-        assert replace(answer.progress(), time_ms=0) == Progress("prefill", 6, 0, 5)
-        stage.gateway.on_event(Prefilled(9, 5, 0))  # of a request that has ended
-
-    play(story)
+async def test_an_answer_tells_what_it_waits_for(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1, 2, 3, 4), 9))
+    assert answer.progress() == Progress("queued")
+    stage.gateway.on_event(Accepted(1))
+    assert answer.progress() == Progress("queued")
+    for computed in (1, 3):
+        stage.gateway.on_event(Prefilled(1, computed, 1))
+        assert replace(answer.progress(), time_ms=0) == Progress("prefill", 4, 1, computed)
+    assert answer.progress().time_ms >= 0
+    stage.say(1, 50, 51)
+    assert answer.progress() == Progress()
+    stage.gateway.park(GROUP, LinkError("gone", Code.LINK_LOST))
+    assert answer.progress() == Progress("restarting")
+    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, stage.ranks), MODEL, TEXT)
+    stage.gateway.on_event(Accepted(2))
+    assert answer.progress() == Progress("queued")
+    stage.gateway.on_event(Prefilled(2, 5, 0))
+    assert replace(answer.progress(), time_ms=0) == Progress("prefill", 6, 0, 5)
+    stage.gateway.on_event(Prefilled(9, 5, 0))  # of a request that has ended
 
 
-def test_uids_rise_and_are_never_used_again() -> None:
-    async def story(stage: Stage) -> None:
-        for _ in range(3):
-            stage.gateway.generate(Generate(0, (1,), 9))
-        stage.finish(2)
+async def test_uids_rise_and_are_never_used_again(stage: Stage) -> None:
+    for _ in range(3):
         stage.gateway.generate(Generate(0, (1,), 9))
-        assert [generate.uid for generate in stage.ranks.sent_of(Generate)] == [1, 2, 3, 4]
+    stage.finish(2)
+    stage.gateway.generate(Generate(0, (1,), 9))
+    assert [generate.uid for generate in stage.ranks.sent_of(Generate)] == [1, 2, 3, 4]
 
-    play(story)
 
-
-def test_one_step_of_several_requests_reaches_each_of_them() -> None:
-    async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
-        stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
-        stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
-        for uid in (1, 2, 3):
-            stage.finish(uid)
-        seen = [[e.tokens[0] for e in await everything(a) if isinstance(e, Tokens)] for a in answers]
-        assert seen == [[11, 12], [22], [33]]
-
-    play(story)
+async def test_one_step_of_several_requests_reaches_each_of_them(stage: Stage) -> None:
+    answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
+    stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
+    stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
+    for uid in (1, 2, 3):
+        stage.finish(uid)
+    seen = [[e.tokens[0] for e in await everything(a) if isinstance(e, Tokens)] for a in answers]
+    assert seen == [[11, 12], [22], [33]]
 
 
 @given(st.permutations([(uid, index) for uid in (1, 2, 3) for index in range(4)]))
@@ -178,382 +173,300 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
     play(story)
 
 
-def test_what_a_request_asks_for_travels_with_it() -> None:
-    async def story(stage: Stage) -> None:
-        sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="regex")
-        stage.gateway.generate(Generate(0, (1,), 9, sampling, shaping, 5, True))
-        assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
-
-    play(story)
+async def test_what_a_request_asks_for_travels_with_it(stage: Stage) -> None:
+    sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="regex")
+    stage.gateway.generate(Generate(0, (1,), 9, sampling, shaping, 5, True))
+    assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
 
 
-def test_clients_and_users_travel_as_numbers() -> None:
-    async def story(stage: Stage) -> None:
-        for whose in ({}, {"client": "a"}, {"client": "a", "user": "b"}, {"client": "b"}):
-            stage.gateway.generate(Generate(0, (1,), 9), **whose)
-        found = [(each.client, each.user) for each in stage.ranks.sent]
-        unnamed, a, of_a, b = found
-        assert unnamed == (0, 0)
-        assert (a[1], b[1]) == (0, 0)
-        assert 0 != a[0] == of_a[0] != b[0] == of_a[1]
-
-    play(story)
+async def test_clients_and_users_travel_as_numbers(stage: Stage) -> None:
+    for whose in ({}, {"client": "a"}, {"client": "a", "user": "b"}, {"client": "b"}):
+        stage.gateway.generate(Generate(0, (1,), 9), **whose)
+    found = [(each.client, each.user) for each in stage.ranks.sent]
+    unnamed, a, of_a, b = found
+    assert unnamed == (0, 0)
+    assert (a[1], b[1]) == (0, 0)
+    assert 0 != a[0] == of_a[0] != b[0] == of_a[1]
 
 
-def test_scores_come_with_their_tokens() -> None:
-    async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Generate(0, (1,), 9, logprobs=top)) for top in (0, 2)]
-        stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
-        stage.gateway.on_event(
-            ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
-        )
-        for uid in (1, 2):
-            stage.finish(uid)
-        assert (await everything(answers[0]))[0] == Tokens((50,), (TokenScore(-0.5, ()),))
-        assert (await everything(answers[1]))[0] == Tokens(
-            (60, 61), (TokenScore(-1.0, ((5, -0.1), (6, -0.2))), TokenScore(-2.0, ((7, -0.3), (8, -0.4))))
-        )
-
-    play(story)
+async def test_scores_come_with_their_tokens(stage: Stage) -> None:
+    answers = [stage.gateway.generate(Generate(0, (1,), 9, logprobs=top)) for top in (0, 2)]
+    stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
+    stage.gateway.on_event(
+        ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
+    )
+    for uid in (1, 2):
+        stage.finish(uid)
+    assert (await everything(answers[0]))[0] == Tokens((50,), (TokenScore(-0.5, ()),))
+    assert (await everything(answers[1]))[0] == Tokens(
+        (60, 61), (TokenScore(-1.0, ((5, -0.1), (6, -0.2))), TokenScore(-2.0, ((7, -0.3), (8, -0.4))))
+    )
 
 
-def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
-        assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
-
-    play(story)
+async def test_the_end_tells_what_the_cache_and_the_drafts_were_worth(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
+    assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
 
 # --- being accepted ---------------------------------------------------------------------------------------
 
 
-def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        waiting = asyncio.create_task(answer.accepted())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        stage.gateway.on_event(Accepted(2))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        stage.gateway.on_event(Accepted(1))
+async def test_no_client_is_told_accepted_before_rank_0_says_so(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    waiting = asyncio.create_task(answer.accepted())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stage.gateway.on_event(Accepted(2))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stage.gateway.on_event(Accepted(1))
+    await waiting
+    await answer.accepted()
+    stage.say(1, 50)
+    stage.finish(1)
+    assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
+
+
+async def test_a_refusal_is_raised_by_accepted_and_ends_the_answer(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
+    with pytest.raises(RequestError, match="no such grammar"):
+        await answer.accepted()
+    assert await everything(answer) == []
+    await answer.aclose()
+    assert stage.ranks.sent_of(Cancel) == []
+    assert stage.open == 0
+
+
+async def test_a_failure_after_acceptance_is_raised_to_the_reader(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.on_event(Accepted(1))
+    stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
+    await answer.accepted()
+    with pytest.raises(GroupError, match="rank 1 is gone"):
+        await everything(answer)
+
+
+async def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request(stage: Stage) -> None:
+    waiting = asyncio.create_task(stage.gateway.generate(Generate(0, (1,), 9)).accepted())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await waiting
-        await answer.accepted()
-        stage.say(1, 50)
-        stage.finish(1)
-        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
-
-    play(story)
-
-
-def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
-        with pytest.raises(RequestError, match="no such grammar"):
-            await answer.accepted()
-        assert await everything(answer) == []
-        await answer.aclose()
-        assert stage.ranks.sent_of(Cancel) == []
-        assert stage.open == 0
-
-    play(story)
-
-
-def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.on_event(Accepted(1))
-        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
-        await answer.accepted()
-        with pytest.raises(GroupError, match="rank 1 is gone"):
-            await everything(answer)
-
-    play(story)
-
-
-def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request() -> None:
-    async def story(stage: Stage) -> None:
-        waiting = asyncio.create_task(stage.gateway.generate(Generate(0, (1,), 9)).accepted())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        assert stage.open == 0
-
-    play(story)
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    assert stage.open == 0
 
 
 # --- going away -------------------------------------------------------------------------------------------
 
 
-def test_closing_before_the_end_cancels_once() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.say(1, 50)
-        assert await anext(answer) == Tokens((50,))
-        await answer.aclose()
-        await answer.aclose()
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        assert stage.open == 0
-        assert await everything(answer) == []
-
-    play(story)
+async def test_closing_before_the_end_cancels_once(stage: Stage) -> None:
+    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.say(1, 50)
+    assert await anext(answer) == Tokens((50,))
+    await answer.aclose()
+    await answer.aclose()
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    assert stage.open == 0
+    assert await everything(answer) == []
 
 
-def test_closing_what_was_never_read_cancels_too() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        await answer.aclose()
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-
-    play(story)
+async def test_closing_what_was_never_read_cancels_too(stage: Stage) -> None:
+    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    await answer.aclose()
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
 
 
-def test_closing_after_the_end_says_nothing() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.finish(1)
-        await everything(answer)
-        await answer.aclose()
-        assert stage.ranks.sent_of(Cancel) == []
-
-    play(story)
+async def test_closing_after_the_end_says_nothing(stage: Stage) -> None:
+    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.finish(1)
+    await everything(answer)
+    await answer.aclose()
+    assert stage.ranks.sent_of(Cancel) == []
 
 
-def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
-    async def story(stage: Stage) -> None:
-        reader = asyncio.create_task(everything(stage.gateway.generate(Generate(0, (1,), 9))))
-        await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-
-    play(story)
+async def test_a_reader_whose_task_is_cancelled_cancels_the_request(stage: Stage) -> None:
+    reader = asyncio.create_task(everything(stage.gateway.generate(Generate(0, (1,), 9))))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
 
 
-def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        await answer.aclose()
-        stage.say(1, 50)
-        stage.finish(1, "cancel", 1)
-        stage.gateway.on_event(Error(Code.INTERNAL, "", 1))
-        assert await everything(answer) == []
-
-    play(story)
+async def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped(stage: Stage) -> None:
+    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    await answer.aclose()
+    stage.say(1, 50)
+    stage.finish(1, "cancel", 1)
+    stage.gateway.on_event(Error(Code.INTERNAL, "", 1))
+    assert await everything(answer) == []
 
 
-def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.ranks.broken = LinkError("gone")
-        await answer.aclose()
-        assert stage.open == 0
-
-    play(story)
+async def test_cancelling_at_a_rank_that_is_gone_is_no_error(stage: Stage) -> None:
+    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.ranks.broken = LinkError("gone")
+    await answer.aclose()
+    assert stage.open == 0
 
 
 # --- refusals and failures --------------------------------------------------------------------------------
 
 
-def test_without_a_model_nothing_is_started() -> None:
-    async def story(stage: Stage) -> None:
-        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-        assert stage.gateway.models() == ()
-        assert stage.gateway.text() is None
-        with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Generate(0, (1,), 9))
-        assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
-        assert stage.ranks.sent == []
-
-    play(story)
-
-
-def test_what_is_served_is_shown() -> None:
-    async def story(stage: Stage) -> None:
-        assert stage.gateway.models() == (MODEL,)
-        assert stage.gateway.text() is stage.gateway.text(MODEL.id) is TEXT
-        assert stage.gateway.text("another") is None
-
-    play(story)
-
-
-def test_more_than_the_limit_is_refused_until_one_ends() -> None:
-    async def story(stage: Stage) -> None:
-        answers: list[Any] = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(2)]
-        with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Generate(0, (1,), 9))
-        assert (refused.value.code, refused.value.status) == (Code.OVERLOADED, 503)
-        assert "2 requests are open" in refused.value.detail
-        stage.finish(1)
+async def test_without_a_model_nothing_is_started(stage: Stage) -> None:
+    stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
+    assert stage.gateway.models() == ()
+    assert stage.gateway.text() is None
+    with pytest.raises(RequestError) as refused:
         stage.gateway.generate(Generate(0, (1,), 9))
-        await answers[1].aclose()
+    assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
+    assert stage.ranks.sent == []
+
+
+async def test_what_is_served_is_shown(stage: Stage) -> None:
+    assert stage.gateway.models() == (MODEL,)
+    assert stage.gateway.text() is stage.gateway.text(MODEL.id) is TEXT
+    assert stage.gateway.text("another") is None
+
+
+@pytest.mark.parametrize("max_open", [2])
+async def test_more_than_the_limit_is_refused_until_one_ends(stage: Stage) -> None:
+    answers: list[Any] = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(2)]
+    with pytest.raises(RequestError) as refused:
         stage.gateway.generate(Generate(0, (1,), 9))
-        assert stage.open == 2
-
-    play(story, max_open=2)
-
-
-def test_a_prompt_that_no_frame_holds_is_refused() -> None:
-    async def story(stage: Stage) -> None:
-        with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Generate(0, (1,) * (MAX_FRAME_TOKENS + 1), 9))
-        assert refused.value.code is Code.CONTEXT_OVERFLOW
-        assert stage.ranks.sent == []
-        assert stage.open == 0
-
-    play(story)
+    assert (refused.value.code, refused.value.status) == (Code.OVERLOADED, 503)
+    assert "2 requests are open" in refused.value.detail
+    stage.finish(1)
+    stage.gateway.generate(Generate(0, (1,), 9))
+    await answers[1].aclose()
+    stage.gateway.generate(Generate(0, (1,), 9))
+    assert stage.open == 2
 
 
-def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group() -> None:
+async def test_a_prompt_that_no_frame_holds_is_refused(stage: Stage) -> None:
+    with pytest.raises(RequestError) as refused:
+        stage.gateway.generate(Generate(0, (1,) * (MAX_FRAME_TOKENS + 1), 9))
+    assert refused.value.code is Code.CONTEXT_OVERFLOW
+    assert stage.ranks.sent == []
+    assert stage.open == 0
+
+
+async def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group(stage: Stage) -> None:
     """The end of the rank is noticed a moment later."""
-
-    async def story(stage: Stage) -> None:
-        stage.ranks.broken = LinkError("its link is gone")
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        assert answer.progress() == Progress("restarting")
-        stage.gateway.park(GROUP, GroupError("rank 0 is gone", Code.RANK_LOST))
-        ranks = FakeRanks()
-        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
-        [again] = ranks.sent_of(Generate)
-        assert again.strikes == 0
-        stage.finish(again.uid)
-        assert await everything(answer) == [StreamEnd("stop", 1)]
-
-    play(story)
+    stage.ranks.broken = LinkError("its link is gone")
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    assert answer.progress() == Progress("restarting")
+    stage.gateway.park(GROUP, GroupError("rank 0 is gone", Code.RANK_LOST))
+    ranks = FakeRanks()
+    stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
+    [again] = ranks.sent_of(Generate)
+    assert again.strikes == 0
+    stage.finish(again.uid)
+    assert await everything(answer) == [StreamEnd("stop", 1)]
 
 
-def test_another_agents_request_at_a_rank_that_is_gone_waits_there_for_the_next_group() -> None:
+async def test_another_agents_request_at_a_rank_that_is_gone_waits_there_for_the_next_group(
+    stage: Stage,
+) -> None:
     """Its gateway would take a refusal for the last word."""
-
-    async def story(stage: Stage) -> None:
-        stage.ranks.broken = LinkError("its link is gone")
-        with pytest.raises(GroupError, match="its link is gone") as gone:
-            stage.gateway.relay(Generate(1, (1,), 9, group=GROUP), lambda _: None)
-        assert gone.value.code is Code.LINK_LOST
-
-    play(story)
+    stage.ranks.broken = LinkError("its link is gone")
+    with pytest.raises(GroupError, match="its link is gone") as gone:
+        stage.gateway.relay(Generate(1, (1,), 9, group=GROUP), lambda _: None)
+    assert gone.value.code is Code.LINK_LOST
 
 
 @pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
-def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.on_event(Error(code, "too much", 1))
-        with pytest.raises(RequestError, match="too much") as refused:
-            await everything(answer)
-        assert refused.value.code is code
-        assert stage.open == 0
-
-    play(story)
+async def test_what_the_client_got_wrong_is_the_clients_error(stage: Stage, code: Code) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.on_event(Error(code, "too much", 1))
+    with pytest.raises(RequestError, match="too much") as refused:
+        await everything(answer)
+    assert refused.value.code is code
+    assert stage.open == 0
 
 
-def test_any_other_error_is_ours() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
-        with pytest.raises(GroupError, match="bye") as failed:
-            await everything(answer)
-        assert failed.value.code is Code.SHUTTING_DOWN
-        assert await everything(answer) == []
-
-    play(story)
+async def test_any_other_error_is_ours(stage: Stage) -> None:
+    answer = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
+    with pytest.raises(GroupError, match="bye") as failed:
+        await everything(answer)
+    assert failed.value.code is Code.SHUTTING_DOWN
+    assert await everything(answer) == []
 
 
-def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -> None:
-    async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
-        stage.say(2, 50)
-        stage.finish(3)
-        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone", Code.RANK_LOST))
-        assert stage.open == 0
-        waiting, answered = answers[0], cast(Any, answers[1])
-        with pytest.raises(GroupError, match="rank 1 is gone"):
-            await everything(waiting)
-        assert await anext(answered) == Tokens((50,))
-        with pytest.raises(GroupError, match="rank 1 is gone"):
-            await anext(answered)
-        assert await everything(answers[2]) == [StreamEnd("stop", 1)]
-
-    play(story)
+async def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got(stage: Stage) -> None:
+    answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
+    stage.say(2, 50)
+    stage.finish(3)
+    stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone", Code.RANK_LOST))
+    assert stage.open == 0
+    waiting, answered = answers[0], cast(Any, answers[1])
+    with pytest.raises(GroupError, match="rank 1 is gone"):
+        await everything(waiting)
+    assert await anext(answered) == Tokens((50,))
+    with pytest.raises(GroupError, match="rank 1 is gone"):
+        await anext(answered)
+    assert await everything(answers[2]) == [StreamEnd("stop", 1)]
 
 
-def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
-    async def story(stage: Stage) -> None:
-        stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-        ranks = FakeRanks()
-        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
-        answer = stage.gateway.generate(Generate(0, (7,), 9))
-        assert ranks.sent == [Generate(2, (7,), 9)]
-        stage.say(1, 50)
-        stage.finish(1)
-        stage.say(2, 60)
-        stage.finish(2)
-        assert await everything(answer) == [Tokens((60,)), StreamEnd("stop", 1)]
-
-    play(story)
+async def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one(stage: Stage) -> None:
+    stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
+    ranks = FakeRanks()
+    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
+    answer = stage.gateway.generate(Generate(0, (7,), 9))
+    assert ranks.sent == [Generate(2, (7,), 9)]
+    stage.say(1, 50)
+    stage.finish(1)
+    stage.say(2, 60)
+    stage.finish(2)
+    assert await everything(answer) == [Tokens((60,)), StreamEnd("stop", 1)]
 
 
-def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
-    async def story(stage: Stage) -> None:
-        old: Any = stage.gateway.generate(Generate(0, (1,), 9))
-        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-        ranks = FakeRanks()
-        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
-        await old.aclose()
-        assert ranks.sent == []
-
-    play(story)
+async def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one(stage: Stage) -> None:
+    old: Any = stage.gateway.generate(Generate(0, (1,), 9))
+    stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
+    ranks = FakeRanks()
+    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
+    await old.aclose()
+    assert ranks.sent == []
 
 
 # --- warming up -------------------------------------------------------------------------------------------
 
 
-def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
-    async def story(stage: Stage) -> None:
-        golden_prompts = self_test.prompts(5)
-        warming = asyncio.create_task(
-            stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(golden_prompts)
-        )
+async def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(stage: Stage) -> None:
+    golden_prompts = self_test.prompts(5)
+    warming = asyncio.create_task(
+        stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(golden_prompts)
+    )
 
-        async def sent(count: int) -> list[Generate]:
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert len(stage.ranks.sent) == count
-            return [message for message in stage.ranks.sent if isinstance(message, Generate)]
+    async def sent(count: int) -> list[Generate]:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(stage.ranks.sent) == count
+        return [message for message in stage.ranks.sent if isinstance(message, Generate)]
 
-        for uid, prompt in enumerate(golden_prompts, 1):
-            newest = (await sent(uid))[-1]
-            assert newest == Generate(uid, prompt, self_test.ANSWER_TOKENS, ignore_eos=True)
-            stage.say(uid, uid)
-            stage.finish(uid)
-        pair = (await sent(len(golden_prompts) + 2))[-2:]
-        assert [request.max_tokens for request in pair] == [WARM_UP_TOKENS] * 2
-        assert pair[1].sampling.temperature > 0
-        for request in pair:
-            stage.finish(request.uid)
-        assert await warming == tuple((uid,) for uid in range(1, len(golden_prompts) + 1))
-
-    play(story)
+    for uid, prompt in enumerate(golden_prompts, 1):
+        newest = (await sent(uid))[-1]
+        assert newest == Generate(uid, prompt, self_test.ANSWER_TOKENS, ignore_eos=True)
+        stage.say(uid, uid)
+        stage.finish(uid)
+    pair = (await sent(len(golden_prompts) + 2))[-2:]
+    assert [request.max_tokens for request in pair] == [WARM_UP_TOKENS] * 2
+    assert pair[1].sampling.temperature > 0
+    for request in pair:
+        stage.finish(request.uid)
+    assert await warming == tuple((uid,) for uid in range(1, len(golden_prompts) + 1))
 
 
-def test_warming_up_fails_as_a_request_would() -> None:
-    async def story(stage: Stage) -> None:
-        warming = asyncio.create_task(
-            stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(
-                self_test.prompts(512)
-            )
-        )
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
-        with pytest.raises(GroupError, match="rank 1 is gone"):
-            await warming
-
-    play(story)
+async def test_warming_up_fails_as_a_request_would(stage: Stage) -> None:
+    warming = asyncio.create_task(
+        stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(self_test.prompts(512))
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
+    with pytest.raises(GroupError, match="rank 1 is gone"):
+        await warming

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -18,9 +16,7 @@ from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Mes
 from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
 
 PLENTY = SystemMemory(1 << 40)
-SIXTEEN = AdmissionLimits(16, request_tokens=1)
 SOON_S = 0.05
-WAIT_S = 30
 
 
 class Stage:
@@ -59,14 +55,23 @@ class Stage:
         return [cancel.uid for cancel in self.ranks.sent_of(Cancel)]
 
 
-def play(
-    story: Callable[[Stage], Awaitable[None]], bounds: AdmissionLimits = SIXTEEN, deadline_s: float = 3600
-) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await story(Stage(bounds, deadline_s))
+few_tokens = pytest.mark.parametrize("bounds", [AdmissionLimits(16, 100, request_tokens=1)])
+soon = pytest.mark.parametrize("deadline_s", [SOON_S])
 
-    asyncio.run(run())
+
+@pytest.fixture
+def bounds() -> AdmissionLimits:
+    return AdmissionLimits(16, request_tokens=1)
+
+
+@pytest.fixture
+def deadline_s() -> float:
+    return 3600
+
+
+@pytest.fixture
+def stage(bounds: AdmissionLimits, deadline_s: float) -> Stage:
+    return Stage(bounds, deadline_s)
 
 
 async def heard(answer: Any) -> tuple[int, Code]:
@@ -83,176 +88,144 @@ async def heard(answer: Any) -> tuple[int, Code]:
 # --- bounds -----------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends() -> None:
-    async def story(stage: Stage) -> None:
-        stage.ask(60)
-        stage.relay(30)
-        assert stage.refused(prompt=11)[0] == 503
-        stage.ask(2)
-        stage.say(1, 4)
-        stage.say(2, 3)
-        assert "99 tokens" in stage.refused(prompt=2)[1]
-        stage.gateway.on_event(Finished(1, "stop", 4, 4))
-        stage.ask(40, client="somebody else")
-
-    play(story, AdmissionLimits(16, 100, request_tokens=1))
+@few_tokens
+async def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends(stage: Stage) -> None:
+    stage.ask(60)
+    stage.relay(30)
+    assert stage.refused(prompt=11)[0] == 503
+    stage.ask(2)
+    stage.say(1, 4)
+    stage.say(2, 3)
+    assert "99 tokens" in stage.refused(prompt=2)[1]
+    stage.gateway.on_event(Finished(1, "stop", 4, 4))
+    stage.ask(40, client="somebody else")
 
 
-def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
-    async def story(stage: Stage) -> None:
-        stage.ask(60)
-        stage.gateway.park(GROUP, GroupError("gone"))
-        stage.serve()
-        assert stage.gateway.open_requests == 1
-        assert stage.refused(prompt=41)[0] == 503
-
-    play(story, AdmissionLimits(16, 100, request_tokens=1))
+@few_tokens
+async def test_a_request_that_goes_on_in_another_group_still_counts(stage: Stage) -> None:
+    stage.ask(60)
+    stage.gateway.park(GROUP, GroupError("gone"))
+    stage.serve()
+    assert stage.gateway.open_requests == 1
+    assert stage.refused(prompt=41)[0] == 503
 
 
-def test_a_client_cannot_take_every_place() -> None:
-    async def story(stage: Stage) -> None:
-        for _ in range(14):
-            stage.ask(client="many")
-        assert "14 of 16" in stage.refused(client="many")[1]
-        stage.ask(client="one")
-
-    play(story)
+async def test_a_client_cannot_take_every_place(stage: Stage) -> None:
+    for _ in range(14):
+        stage.ask(client="many")
+    assert "14 of 16" in stage.refused(client="many")[1]
+    stage.ask(client="one")
 
 
-def test_clients_of_another_gateway_are_told_apart_too() -> None:
-    async def story(stage: Stage) -> None:
-        for _ in range(14):
-            stage.relay(client=5)
-        with pytest.raises(RequestError, match="14 of 16"):
-            stage.relay(client=5)
-        stage.relay(client=6)
-
-    play(story)
+async def test_clients_of_another_gateway_are_told_apart_too(stage: Stage) -> None:
+    for _ in range(14):
+        stage.relay(client=5)
+    with pytest.raises(RequestError, match="14 of 16"):
+        stage.relay(client=5)
+    stage.relay(client=6)
 
 
-def test_rank_0_hears_whose_request_it_is_but_no_name() -> None:
-    async def story(stage: Stage) -> None:
-        for client in ("alice", "bob", "alice"):
-            stage.ask(client=client)
-        stage.relay(client=77)
-        clients = [generate.client for generate in stage.ranks.sent_of(Generate)]
-        assert clients[0] == clients[2] != clients[1]
-        assert clients[3] == 77
-        assert all(client > 77 for client in clients[:3])
-
-    play(story)
+async def test_rank_0_hears_whose_request_it_is_but_no_name(stage: Stage) -> None:
+    for client in ("alice", "bob", "alice"):
+        stage.ask(client=client)
+    stage.relay(client=77)
+    clients = [generate.client for generate in stage.ranks.sent_of(Generate)]
+    assert clients[0] == clients[2] != clients[1]
+    assert clients[3] == 77
+    assert all(client > 77 for client in clients[:3])
 
 
-def test_no_memory_no_new_requests_but_those_that_are_open_go_on() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ask()
-        stage.memory = SystemMemory(1)
-        assert stage.refused()[0] == 503
-        with pytest.raises(RequestError, match="short of memory"):
-            stage.relay()
-        stage.say(1, 1)
-        assert await anext(answer) == Tokens((7,))
-        stage.memory = PLENTY
-        stage.ask()
-
-    play(story)
+async def test_no_memory_no_new_requests_but_those_that_are_open_go_on(stage: Stage) -> None:
+    answer = stage.ask()
+    stage.memory = SystemMemory(1)
+    assert stage.refused()[0] == 503
+    with pytest.raises(RequestError, match="short of memory"):
+        stage.relay()
+    stage.say(1, 1)
+    assert await anext(answer) == Tokens((7,))
+    stage.memory = PLENTY
+    stage.ask()
 
 
 # --- deadlines --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("servers", "own"), [(SOON_S, 0.0), (3600, SOON_S), (SOON_S, 3600)])
-def test_a_request_ends_at_its_deadline_after_the_tokens_it_got(servers: float, own: float) -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ask(deadline_s=own)
-        stage.gateway.on_event(Accepted(1))
-        stage.say(1, 3)
-        assert await heard(answer) == (3, Code.DEADLINE)
-        assert stage.cancelled == [1]
-        assert stage.gateway.open_requests == 0
-
-    play(story, deadline_s=servers)
+@pytest.mark.parametrize(("deadline_s", "own"), [(SOON_S, 0.0), (3600, SOON_S), (SOON_S, 3600)])
+async def test_a_request_ends_at_its_deadline_after_the_tokens_it_got(stage: Stage, own: float) -> None:
+    answer = stage.ask(deadline_s=own)
+    stage.gateway.on_event(Accepted(1))
+    stage.say(1, 3)
+    assert await heard(answer) == (3, Code.DEADLINE)
+    assert stage.cancelled == [1]
+    assert stage.gateway.open_requests == 0
 
 
-def test_a_deadline_before_anybody_accepted_it_is_a_refusal() -> None:
-    async def story(stage: Stage) -> None:
-        with pytest.raises(MlxtpError) as refused:
-            await stage.ask().accepted()
-        assert refused.value.code is Code.DEADLINE
-        assert stage.cancelled == [1]
-
-    play(story, deadline_s=SOON_S)
+@soon
+async def test_a_deadline_before_anybody_accepted_it_is_a_refusal(stage: Stage) -> None:
+    with pytest.raises(MlxtpError) as refused:
+        await stage.ask().accepted()
+    assert refused.value.code is Code.DEADLINE
+    assert stage.cancelled == [1]
 
 
-def test_the_pause_between_two_groups_counts() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ask()
-        stage.gateway.on_event(Accepted(1))
-        stage.say(1, 2)
-        stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
-        assert await heard(answer) == (2, Code.DEADLINE)
-        stage.serve()
-        assert len(stage.ranks.sent_of(Generate)) == 1
-        assert stage.gateway.open_requests == 0
-
-    play(story, deadline_s=SOON_S)
+@soon
+async def test_the_pause_between_two_groups_counts(stage: Stage) -> None:
+    answer = stage.ask()
+    stage.gateway.on_event(Accepted(1))
+    stage.say(1, 2)
+    stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
+    assert await heard(answer) == (2, Code.DEADLINE)
+    stage.serve()
+    assert len(stage.ranks.sent_of(Generate)) == 1
+    assert stage.gateway.open_requests == 0
 
 
-def test_another_group_extends_no_deadline() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ask()
-        stage.gateway.on_event(Accepted(1))
-        stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
-        stage.serve()
-        stage.gateway.on_event(Accepted(2))
-        stage.say(2, 1)
-        assert await heard(answer) == (1, Code.DEADLINE)
-        assert stage.cancelled == [2]
-
-    play(story, deadline_s=SOON_S)
+@soon
+async def test_another_group_extends_no_deadline(stage: Stage) -> None:
+    answer = stage.ask()
+    stage.gateway.on_event(Accepted(1))
+    stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
+    stage.serve()
+    stage.gateway.on_event(Accepted(2))
+    stage.say(2, 1)
+    assert await heard(answer) == (1, Code.DEADLINE)
+    assert stage.cancelled == [2]
 
 
 @pytest.mark.parametrize("how", ["ends", "closed"])
-def test_what_has_ended_has_no_deadline(how: str) -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ask()
-        timer = answer.deadline
-        if how == "ends":
-            stage.gateway.on_event(Finished(1, "stop", 1, 1))
-        else:
-            await answer.aclose()
-        assert timer.cancelled()
-
-    play(story)
+async def test_what_has_ended_has_no_deadline(stage: Stage, how: str) -> None:
+    answer = stage.ask()
+    timer = answer.deadline
+    if how == "ends":
+        stage.gateway.on_event(Finished(1, "stop", 1, 1))
+    else:
+        await answer.aclose()
+    assert timer.cancelled()
 
 
 # --- slow readers -----------------------------------------------------------------------------------------
 
 
-def test_who_falls_too_far_behind_is_ended_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_falls_too_far_behind_is_ended_and_told_so(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request, "MAX_UNREAD", 10)
 
-    async def story(stage: Stage) -> None:
-        slow, quick = stage.ask(), stage.ask()
-        for index in range(15):
-            stage.gateway.on_event(Delta((1, 2), (index, index), (7, 8)))
-            assert await anext(quick) == Tokens((8,))
-        assert stage.cancelled == [1]
-        assert await heard(slow) == (11, Code.CLIENT_TOO_SLOW)
-        assert stage.gateway.open_requests == 1
-
-    play(story)
+    slow, quick = stage.ask(), stage.ask()
+    for index in range(15):
+        stage.gateway.on_event(Delta((1, 2), (index, index), (7, 8)))
+        assert await anext(quick) == Tokens((8,))
+    assert stage.cancelled == [1]
+    assert await heard(slow) == (11, Code.CLIENT_TOO_SLOW)
+    assert stage.gateway.open_requests == 1
 
 
-def test_who_reads_may_have_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_reads_may_have_a_long_answer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "MAX_UNREAD", 10)
 
-    async def story(stage: Stage) -> None:
-        answer = stage.ask()
-        for index in range(50):
-            stage.say(1, 1, start=index)
-            if index >= 9:
-                assert await anext(answer) == Tokens((7,))
-        assert stage.cancelled == []
-
-    play(story)
+    answer = stage.ask()
+    for index in range(50):
+        stage.say(1, 1, start=index)
+        if index >= 9:
+            assert await anext(answer) == Tokens((7,))
+    assert stage.cancelled == []

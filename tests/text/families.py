@@ -8,6 +8,7 @@ from typing import Any
 
 Arguments = Mapping[str, Any]
 Written = Sequence[tuple[str, Arguments]]
+Writer = Callable[[Written], str]
 
 
 def plain(value: object) -> str:
@@ -44,6 +45,7 @@ def kind(value: object) -> str:
 
 QUOTE = '<|"|>'
 PARAM = '<param name="KEY">VALUE</param>'
+PARAMETER = '<parameter name="KEY">VALUE</parameter>'
 HUNYUAN = "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>VALUE</arg_value:opensource>"
 M3 = "]<]minimax[>["
 DSML = "｜DSML｜"
@@ -77,13 +79,6 @@ def _gemma(value: object, quote: str) -> str:
             return json.dumps(value)
 
 
-def _json(key: str = "arguments") -> Callable[[int, str, Arguments], str]:
-    def call(_: int, name: str, arguments: Arguments) -> str:
-        return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
-
-    return call
-
-
 def _xml(framed: bool, calls: Written, tag: str = "tool_call") -> str:
     value = "<parameter=KEY>\nVALUE\n</parameter>" if framed else "<parameter=KEY>VALUE</parameter>"
 
@@ -109,158 +104,106 @@ def _python_call(_: int, name: str, arguments: Arguments) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-WRITERS: Mapping[str, Callable[[Written], str]] = {
-    "json": lambda calls: each(calls, lambda *call: f"<tool_call>\n{_json()(*call)}\n</tool_call>"),
-    "llama": lambda calls: each(calls, _json("parameters"), "; "),
-    "mistral": lambda calls: each(
-        calls,
-        lambda _, name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}",
-        "",
-    ),
+def rows(call: str, between: str = "", around: str = "CALLS", *, ascii_: bool = False) -> Writer:
+    """Return a writer of calls, each with NAME, INDEX, NEXT and JSON filled into `call`."""
+
+    def filled(index: int, name: str, arguments: Arguments) -> str:
+        row = call.replace("INDEX", str(index)).replace("NEXT", str(index + 1)).replace("NAME", name)
+        return row.replace("JSON", json.dumps(arguments, ensure_ascii=ascii_))
+
+    return lambda calls: around.replace("CALLS", each(calls, filled, between))
+
+
+def invoked(value: str, around: str, mark: str = "") -> Writer:
+    return lambda calls: around.replace("CALLS", _invoke(mark, value, calls))
+
+
+def _kimi_k3(calls: Written) -> str:
+    def call(index: int, name: str, arguments: Arguments) -> str:
+        inside = "".join(
+            f'<|open|>argument key="{key}" type="{kind(value)}"<|sep|>{plain(value)}<|close|>argument<|sep|>'
+            for key, value in arguments.items()
+        )
+        return f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>{inside}<|close|>call<|sep|>'
+
+    return f"<|open|>tools<|sep|>{each(calls, call, '')}<|close|>tools<|sep|>"
+
+
+def _hunyuan3(calls: Written) -> str:
+    def call(_: int, name: str, arguments: Arguments) -> str:
+        inside = "".join(f"{tagged({key: value}, HUNYUAN)}\n" for key, value in arguments.items())
+        return f"<tool_call:opensource>{name}<tool_sep:opensource>\n{inside}</tool_call:opensource>"
+
+    return f"<tool_calls:opensource>\n{each(calls, call)}\n</tool_calls:opensource>"
+
+
+def _step3(calls: Written) -> str:
+    def call(_: int, *call: Any) -> str:
+        inside = _invoke("steptml:", PARAMETER.replace("parameter", "steptml:parameter"), [call])
+        return f"<｜tool_call_begin｜>function<｜tool_sep｜>{inside}<｜tool_call_end｜>"
+
+    return f"<｜tool_calls_begin｜>\n{each(calls, call)}\n<｜tool_calls_end｜>"
+
+
+def _quoted(call: str, quote: str) -> Writer:
+    def filled(_: int, name: str, arguments: Arguments) -> str:
+        return call.replace("NAME", name).replace("VALUES", _gemma(arguments, quote))
+
+    return lambda calls: each(calls, filled, "")
+
+
+NAMED = '{"name": "NAME", "arguments": JSON}'
+PARAMETERS = NAMED.replace("arguments", "parameters")
+DSML_VALUE = f'<{DSML}parameter name="KEY" string="STRING">VALUE</{DSML}parameter>'
+ATEM = PARAMETER.replace("parameter", "atem:parameter")
+KIMI = "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>JSON<|tool_call_end|>"
+DEEPSEEK = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>"
+COMMAND = '{"tool_call_id": "INDEX", "tool_name": "NAME", "parameters": JSON}'
+HARMONY = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>"
+SOLAR = "<|tool_call:begin|>idINDEX<|tool_call:name|>NAME<|tool_call:args|>JSON<|tool_call:end|>"
+PLAMO = (
+    "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>NAME<|plamo:end_tool_name:plamo|>"
+    "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>JSON"
+    "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+)
+WRITERS: Mapping[str, Writer] = {
+    "json": rows(f"<tool_call>\n{NAMED}\n</tool_call>", "\n"),
+    "llama": rows(PARAMETERS, "; "),
+    "mistral": rows("[TOOL_CALLS]NAME[ARGS]JSON"),
     "qwen_xml": lambda calls: _xml(True, calls),
     "seed_oss": lambda calls: _xml(False, calls, "seed:tool_call"),
     "lfm2": lambda calls: "<|tool_call_start|>[" + each(calls, _python_call, ", ") + "]<|tool_call_end|>",
-    "kimi_k2": lambda calls: (
-        "<|tool_calls_section_begin|>"
-        + each(
-            calls,
-            lambda index, name, arguments: (
-                f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
-                f"{json.dumps(arguments)}<|tool_call_end|>"
-            ),
-            "",
-        )
-        + "<|tool_calls_section_end|>"
-    ),
-    "deepseek": lambda calls: (
-        "<｜tool▁calls▁begin｜>"
-        + each(
-            calls,
-            lambda _, name, arguments: (
-                f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-            ),
-            "",
-        )
-        + "<｜tool▁calls▁end｜>"
-    ),
-    "dsml": lambda calls: (
-        f"<{DSML}function_calls>\n"
-        + _invoke(DSML, f'<{DSML}parameter name="KEY" string="STRING">VALUE</{DSML}parameter>', calls)
-        + f"\n</{DSML}function_calls>"
-    ),
+    "kimi_k2": rows(KIMI, around="<|tool_calls_section_begin|>CALLS<|tool_calls_section_end|>", ascii_=True),
+    "deepseek": rows(DEEPSEEK, around="<｜tool▁calls▁begin｜>CALLS<｜tool▁calls▁end｜>", ascii_=True),
+    "dsml": invoked(DSML_VALUE, f"<{DSML}function_calls>\nCALLS\n</{DSML}function_calls>", DSML),
     "glm": lambda calls: _pairs("", calls),
     "longcat": lambda calls: _pairs("longcat_", calls),
-    "gemma4": lambda calls: each(
-        calls, lambda _, name, arguments: f"<|tool_call>call:{name}{_gemma(arguments, QUOTE)}<tool_call|>", ""
-    ),
-    "function_gemma": lambda calls: each(
-        calls,
-        lambda _, name, arguments: (
-            f"<start_function_call>call:{name}{_gemma(arguments, '<escape>')}<end_function_call>"
-        ),
-        "",
-    ),
-    "minimax_m2": lambda calls: (
-        "<minimax:tool_call>\n"
-        + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
-        + "\n</minimax:tool_call>"
-    ),
+    "gemma4": _quoted("<|tool_call>call:NAMEVALUES<tool_call|>", QUOTE),
+    "function_gemma": _quoted("<start_function_call>call:NAMEVALUES<end_function_call>", "<escape>"),
+    "minimax_m2": invoked(PARAMETER, "<minimax:tool_call>\nCALLS\n</minimax:tool_call>"),
     "minimax_m3": _minimax_m3,
     "minicpm5": lambda calls: each(
         calls,
         lambda _, name, arguments: f'<function name="{name}">{tagged(arguments, PARAM, "")}</function>',
     ),
-    "muse_spark": lambda calls: (
-        "<atem:function_calls>\n"
-        + _invoke("atem:", '<atem:parameter name="KEY">VALUE</atem:parameter>', calls)
-        + "\n</atem:function_calls>"
-    ),
-    "command": lambda calls: (
-        "<|START_ACTION|>[\n    "
-        + each(
-            calls,
-            lambda index, name, arguments: json.dumps(
-                {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}, ensure_ascii=False
-            ),
-            ",\n    ",
-        )
-        + "\n]<|END_ACTION|>"
-    ),
-    "kimi_k3": lambda calls: (
-        "<|open|>tools<|sep|>"
-        + each(
-            calls,
-            lambda index, name, arguments: (
-                f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>'
-                + "".join(
-                    f'<|open|>argument key="{key}" type="{kind(value)}"<|sep|>'
-                    f"{plain(value)}<|close|>argument<|sep|>"
-                    for key, value in arguments.items()
-                )
-                + "<|close|>call<|sep|>"
-            ),
-            "",
-        )
-        + "<|close|>tools<|sep|>"
-    ),
-    "harmony": lambda calls: each(
-        calls,
-        lambda _, name, arguments: (
-            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-            f"{json.dumps(arguments, ensure_ascii=False)}<|call|>"
-        ),
-        "<|start|>assistant",
-    ),
-    "nemotron": lambda calls: f"<TOOLCALL>[{each(calls, _json(), ', ')}]</TOOLCALL>",
-    "tool_calls": lambda calls: f"<tool_calls>[{each(calls, _json(), ', ')}]</tool_calls>",
-    "tool_call": lambda calls: f"<|tool_call|>[{each(calls, _json(), ', ')}]",
-    "gigachat": lambda calls: each(calls, lambda *call: f"<|function_call|>{_json()(*call)}", ""),
-    "internlm": lambda calls: each(
-        calls, lambda *call: f"<|action_start|><|plugin|>\n{_json('parameters')(*call)}<|action_end|>", ""
-    ),
-    "command_r": lambda calls: f"Action:\n```json\n[{each(calls, _json('parameters'), ', ')}]\n```",
-    "apertus": lambda calls: (
-        "<|tools_prefix|>["
-        + each(calls, lambda _, name, arguments: json.dumps({name: arguments}, ensure_ascii=False), ", ")
-        + "]<|tools_suffix|>"
-    ),
+    "muse_spark": invoked(ATEM, "<atem:function_calls>\nCALLS\n</atem:function_calls>", "atem:"),
+    "command": rows(COMMAND, ",\n    ", "<|START_ACTION|>[\n    CALLS\n]<|END_ACTION|>"),
+    "kimi_k3": _kimi_k3,
+    "harmony": rows(HARMONY, "<|start|>assistant"),
+    "nemotron": rows(NAMED, ", ", "<TOOLCALL>[CALLS]</TOOLCALL>"),
+    "tool_calls": rows(NAMED, ", ", "<tool_calls>[CALLS]</tool_calls>"),
+    "tool_call": rows(NAMED, ", ", "<|tool_call|>[CALLS]"),
+    "gigachat": rows(f"<|function_call|>{NAMED}"),
+    "internlm": rows(f"<|action_start|><|plugin|>\n{PARAMETERS}<|action_end|>"),
+    "command_r": rows(PARAMETERS, ", ", "Action:\n```json\n[CALLS]\n```"),
+    "apertus": rows('{"NAME": JSON}', ", ", "<|tools_prefix|>[CALLS]<|tools_suffix|>"),
     "olmo3": lambda calls: f"<function_calls>\n{each(calls, _python_call)}\n</function_calls>",
-    "hunyuan3": lambda calls: (
-        "<tool_calls:opensource>\n"
-        + each(
-            calls,
-            lambda _, name, arguments: (
-                f"<tool_call:opensource>{name}<tool_sep:opensource>\n"
-                + "".join(f"{tagged({key: value}, HUNYUAN)}\n" for key, value in arguments.items())
-                + "</tool_call:opensource>"
-            ),
-        )
-        + "\n</tool_calls:opensource>"
-    ),
-    "solar": lambda calls: (
-        "<|tool_calls|>"
-        + each(
-            calls,
-            lambda index, name, arguments: (
-                f"<|tool_call:begin|>id{index}<|tool_call:name|>{name}<|tool_call:args|>"
-                f"{json.dumps(arguments)}<|tool_call:end|>"
-            ),
-            "",
-        )
-        + "<|calls|>"
-    ),
-    "plamo3": lambda calls: (
-        "<|plamo:begin_tool_requests:plamo|>"
-        + each(
-            calls,
-            lambda _, name, arguments: (
-                "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
-                f"{name}<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
-                f"<|plamo:msg|>{json.dumps(arguments)}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
-            ),
-            "",
-        )
-        + "<|plamo:end_tool_requests:plamo|>"
+    "hunyuan3": _hunyuan3,
+    "solar": rows(SOLAR, around="<|tool_calls|>CALLS<|calls|>", ascii_=True),
+    "plamo3": rows(
+        PLAMO,
+        around="<|plamo:begin_tool_requests:plamo|>CALLS<|plamo:end_tool_requests:plamo|>",
+        ascii_=True,
     ),
     "inkling": lambda calls: each(
         calls,
@@ -271,23 +214,8 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
         ),
         "",
     ),
-    "dots": lambda calls: (
-        "<dots_function_call>\n"
-        + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
-        + "\n</dots_function_call>"
-    ),
-    "step3": lambda calls: (
-        "<｜tool_calls_begin｜>\n"
-        + each(
-            calls,
-            lambda *call: (
-                "<｜tool_call_begin｜>function<｜tool_sep｜>"
-                + _invoke("steptml:", '<steptml:parameter name="KEY">VALUE</steptml:parameter>', [call[1:]])
-                + "<｜tool_call_end｜>"
-            ),
-        )
-        + "\n<｜tool_calls_end｜>"
-    ),
+    "dots": invoked(PARAMETER, "<dots_function_call>\nCALLS\n</dots_function_call>"),
+    "step3": _step3,
 }
 
 #: Special tokens in those texts, which no text of an argument can have.

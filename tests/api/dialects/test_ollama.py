@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -18,12 +17,19 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from mlxtp.api.app import create_app
-from mlxtp.api.backend import DeploymentHealth, Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
+from mlxtp.api.backend import (
+    DeploymentHealth,
+    Health,
+    ModelInfo,
+    Sampling,
+    Shaping,
+    StreamEnd,
+    TokenEvent,
+    Tokens,
+)
 from mlxtp.api.catalog import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.api.server import bind, serve
-from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
@@ -38,8 +44,10 @@ from ..conftest import (
     says,
     says_scored,
     score,
+    serving,
     then,
 )
+from ..test_app import fail_with
 from .ollama_shapes import (
     OllamaChatAnswer,
     OllamaChatLine,
@@ -111,17 +119,8 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     index = {"metadata": {"total_size": 1000, "total_parameters": 8_030_261_248}, "weight_map": {}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     backend = Backend(Text(LocalRenderer.load(folder)), folder=folder)
-    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
-    sock = bind("127.0.0.1", 0)
-    port = sock.getsockname()[1]
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    thread.start()
-    yield Server(backend, port, tokenizer)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    loop.close()
+    with serving(backend, tokenizer, keep_alive_s=0.5, retry_after_s=7) as server:
+        yield server
 
 
 @pytest.fixture
@@ -205,15 +204,11 @@ def test_a_whole_answer(thinker: Server, client: ollama.Client) -> None:
     tokens = thinker.ids(ANSWER)
     thinker.backend.script = says([*tokens, 1], step=3)
     answer = client.chat(model="thinker", messages=[{"role": "system", "content": "be"}, *HELLO])
-    assert answer.message.role == "assistant"
-    assert answer.message.content == ANSWER
-    assert answer.message.thinking is None
-    assert answer.message.tool_calls is None
+    assert answer.message == ollama.Message(role="assistant", content=ANSWER)
     assert (answer.model, answer.done, answer.done_reason) == ("thinker", True, "stop")
     assert prompt(thinker) == "<s><|system|>be<|user|>hello<|assistant|>"
     request = thinker.backend.request
-    assert answer.prompt_eval_count == len(request.tokens)
-    assert answer.eval_count == len(tokens) + 1
+    assert (answer.prompt_eval_count, answer.eval_count) == (len(request.tokens), len(tokens) + 1)
     assert request.max_tokens == CONTEXT - len(request.tokens)
     assert whole("chat", post(thinker, "chat", ask(stream=False)).text).message.content == ANSWER
 
@@ -308,12 +303,7 @@ def test_a_raw_prompt_is_continued(thinker: Server, client: ollama.Client) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("suffix", "}"),
-        ("template", "{{ .Prompt }}"),
-        ("context", [1, 2, 3]),
-        ("images", ["aGVsbG8="]),
-    ],
+    [("suffix", "}"), ("template", "{{ .Prompt }}"), ("context", [1, 2, 3]), ("images", ["aGVsbG8="])],
 )
 def test_what_cannot_be_done_to_a_prompt_is_refused_by_name(
     thinker: Server, client: ollama.Client, field: str, value: Any
@@ -337,29 +327,17 @@ def test_a_raw_prompt_takes_neither_system_nor_thinking(client: ollama.Client) -
 
 def test_options_reach_the_engine(thinker: Server, client: ollama.Client) -> None:
     thinker.backend.script = says([1])
-    options = ollama.Options(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        seed=7,
-        num_predict=12,
-        repeat_penalty=1.1,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
-        num_ctx=1_000_000,
-        mirostat=1,
-        num_gpu=99,
-    )
-    client.chat(model="thinker", messages=HELLO, options=options)
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": -0.5}
+    unused = {"num_ctx": 1_000_000, "mirostat": 1, "num_gpu": 99}
+    drawn = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 7, "num_predict": 12}
+    client.chat(model="thinker", messages=HELLO, options=ollama.Options(**drawn, **penalties, **unused))
     request = thinker.backend.request
-    sampling, shaping = request.sampling, request.shaping
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 40)
-    assert (sampling.seed, request.max_tokens) == (7, 12)
-    penalties = (shaping.repetition_penalty, shaping.presence_penalty, shaping.frequency_penalty)
-    assert penalties == (1.1, 0.25, -0.5)
+    assert request.sampling == Sampling(0.5, 0.9, 40, seed=7)
+    assert request.shaping == Shaping(1.1, 0.25, -0.5)
+    assert request.max_tokens == 12
     streamed(thinker, "chat", ask(options={"min_p": 0.1, "top_k": 40.0, "unheard_of": [1], "seed": None}))
-    assert thinker.backend.requests[1].sampling.min_p == 0.1
-    assert thinker.backend.requests[1].sampling.top_k == 40
+    again = thinker.backend.requests[1].sampling
+    assert (again.min_p, again.top_k) == (0.1, 40)
 
 
 @pytest.mark.parametrize("limit", [-1, -2, 0, None])
@@ -431,6 +409,10 @@ def test_how_long_the_model_stays_is_passed_on(thinker: Server, keep_alive: Any,
     assert thinker.backend.kept == [expected, expected]
 
 
+HUGE_CALL = {"function": {"name": "a", "arguments": {"b": "HUGE"}}}
+CALLED_WITH_HUGE = {"role": "assistant", "tool_calls": [HUGE_CALL]}
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -439,17 +421,7 @@ def test_how_long_the_model_stays_is_passed_on(thinker: Server, keep_alive: Any,
             "tools[0].function.parameters",
             {"tools": [{"function": {"name": "a", "parameters": {"b": "HUGE"}}}]},
         ),
-        (
-            "messages[0].tool_calls[0].function.arguments",
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "a", "arguments": {"b": "HUGE"}}}],
-                    }
-                ]
-            },
-        ),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [CALLED_WITH_HUGE]}),
     ],
 )
 def test_a_number_that_json_cannot_hold_is_refused(
@@ -519,16 +491,19 @@ def test_what_it_thinks_is_told_apart(thinker: Server, client: ollama.Client, pa
     streamed(thinker, path, {"model": "thinker", "think": True} | asked)
 
 
-def test_how_hard_to_think_goes_to_the_template(thinker: Server, client: ollama.Client) -> None:
+@pytest.mark.parametrize(
+    ("think", "asked"),
+    [
+        ("low", "<s><|system|>effort low<|user|>hello<|assistant|><think>"),
+        (False, "<s><|user|>hello<|assistant|>"),
+    ],
+)
+def test_how_hard_to_think_goes_to_the_template(
+    thinker: Server, client: ollama.Client, think: Any, asked: str
+) -> None:
     thinker.backend.script = says([1])
-    client.chat(model="thinker", messages=HELLO, think="low")
-    assert prompt(thinker) == "<s><|system|>effort low<|user|>hello<|assistant|><think>"
-
-
-def test_thinking_may_be_switched_off(thinker: Server, client: ollama.Client) -> None:
-    thinker.backend.script = says([1])
-    client.chat(model="thinker", messages=HELLO, think=False)
-    assert prompt(thinker) == "<s><|user|>hello<|assistant|>"
+    client.chat(model="thinker", messages=HELLO, think=think)
+    assert prompt(thinker) == asked
 
 
 def test_a_model_that_does_not_think_says_so(server: Server) -> None:
@@ -791,9 +766,10 @@ def test_the_running_models(thinker: Server, client: ollama.Client) -> None:
     assert client.ps().models[0].size == 1000
 
 
-def test_a_model_is_shown(thinker: Server, client: ollama.Client) -> None:
+def test_a_model_is_shown(thinker: Server, client: ollama.Client, server: Server) -> None:
     shown = client.show("thinker:latest")
     assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert client_of(server).show("tiny").capabilities == ["completion"]
     assert shown.template == TEMPLATE
     assert shown.modelinfo == {
         "general.architecture": "qwen3",
@@ -818,18 +794,8 @@ def test_its_parameters_are_lines_that_continue_reads(thinker: Server) -> None:
     thinker.backend.defaults = Sampling(temperature=0.6, top_k=20)
     parameters = post(thinker, "show", {"name": "thinker"}).json()["parameters"]
     pattern = re.compile(r'^(\S+)\s+((?:".*")|\S+)$')  # as in Continue's source
-    found = [pattern.match(line) for line in parameters.split("\n")]
-    assert [match.groups() for match in found if match] == [
-        ("num_ctx", str(CONTEXT)),
-        ("temperature", "0.6"),
-        ("top_k", "20"),
-    ]
-    assert all(found)
-
-
-def test_a_model_without_tools_or_thoughts(server: Server) -> None:
-    shown = client_of(server).show("tiny")
-    assert shown.capabilities == ["completion"]
+    found = [match.groups() if (match := pattern.match(line)) else None for line in parameters.split("\n")]
+    assert found == [("num_ctx", str(CONTEXT)), ("temperature", "0.6"), ("top_k", "20")]
 
 
 def test_what_a_folder_does_not_tell_is_not_made_up(tmp_path: Path) -> None:
@@ -873,51 +839,39 @@ def test_probes(thinker: Server) -> None:
 # --- what is not served -----------------------------------------------------------------------------------
 
 
-def test_models_are_managed_elsewhere(thinker: Server, client: ollama.Client, tmp_path: Path) -> None:
+ELSEWHERE, NO_EMBEDDINGS = "`mlxtp serve MODEL`", "no embeddings"
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (ELSEWHERE, lambda client, _: client.pull("llama3")),
+        (ELSEWHERE, lambda client, _: list(client.pull("llama3", stream=True))),
+        (ELSEWHERE, lambda client, _: client.push("thinker")),
+        (ELSEWHERE, lambda client, _: client.create("mine", from_="thinker")),
+        (ELSEWHERE, lambda client, _: client.copy("thinker", "mine")),
+        (ELSEWHERE, lambda client, _: client.delete("thinker")),
+        (ELSEWHERE, lambda client, blob: client.create_blob(blob)),
+        (NO_EMBEDDINGS, lambda client, _: client.embed(model="thinker", input="hello")),
+        (NO_EMBEDDINGS, lambda client, _: client.embeddings(model="thinker", prompt="hello")),
+    ],
+)
+def test_what_is_not_served_is_said(client: ollama.Client, tmp_path: Path, words: str, call: Any) -> None:
     blob = tmp_path / "blob"
     blob.write_bytes(b"x" * 100)
-    for call in (
-        lambda: client.pull("llama3"),
-        lambda: list(client.pull("llama3", stream=True)),
-        lambda: client.push("thinker"),
-        lambda: client.create("mine", from_="thinker"),
-        lambda: client.copy("thinker", "mine"),
-        lambda: client.delete("thinker"),
-        lambda: client.create_blob(blob),
-    ):
-        with pytest.raises(ollama.ResponseError, match="`mlxtp serve MODEL`") as refused:
-            call()
-        assert refused.value.status_code == 400
+    with pytest.raises(ollama.ResponseError, match=words) as refused:
+        call(client, blob)
+    assert refused.value.status_code == 400
 
 
-def test_there_are_no_embeddings(client: ollama.Client) -> None:
-    for call in (
-        lambda: client.embed(model="thinker", input="hello"),
-        lambda: client.embeddings(model="thinker", prompt="hello"),
-    ):
-        with pytest.raises(ollama.ResponseError, match="no embeddings") as refused:
-            call()
-        assert refused.value.status_code == 400
-
-
-def test_other_paths_and_methods_are_refused_in_the_same_shape(thinker: Server) -> None:
+def test_every_refusal_has_the_same_shape(thinker: Server) -> None:
     assert "/api/nothing" in error_of(get(thinker, "nothing"), 404)
     assert "/api/chat" in error_of(get(thinker, "chat"), 405)
-
-
-def test_a_page_from_elsewhere_is_refused_in_the_same_shape(thinker: Server) -> None:
     response = post(thinker, "chat", ask(), headers={"origin": "https://elsewhere.example"})
     assert "elsewhere.example" in error_of(response, 403)
 
 
 # --- failures ---------------------------------------------------------------------------------------------
-
-
-def failing(error: MlxtpError | ValueError) -> Any:
-    def fail() -> None:
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize(
@@ -930,10 +884,15 @@ def failing(error: MlxtpError | ValueError) -> Any:
 def test_a_failure_in_the_middle_is_the_last_line(
     thinker: Server, client: ollama.Client, error: Any, said: str
 ) -> None:
-    thinker.backend.script = then(thinker.ids("hello"), failing(error))
+    thinker.backend.script = then(thinker.ids("hello"), fail_with(error))
     heard: list[str] = []
+
+    def hear() -> None:
+        for part in client.chat(model="thinker", messages=HELLO, stream=True):
+            heard.append(part.message.content or "")
+
     with pytest.raises(ollama.ResponseError, match=said):
-        hear(client.chat(model="thinker", messages=HELLO, stream=True), heard)
+        hear()
     assert "".join(heard) == "hello"
     *lines, last = [json.loads(line) for line in post(thinker, "chat", ask()).text.splitlines()]
     assert last.keys() == {"error"}
@@ -941,13 +900,8 @@ def test_a_failure_in_the_middle_is_the_last_line(
     assert not any(line["done"] for line in lines)
 
 
-def hear(stream: Iterator[ollama.ChatResponse], heard: list[str]) -> None:
-    for part in stream:
-        heard.append(part.message.content or "")
-
-
 def test_a_failure_of_a_whole_answer_has_a_status(thinker: Server) -> None:
-    thinker.backend.script = then(thinker.ids("hello"), failing(GroupError("rank 1 is gone")))
+    thinker.backend.script = then(thinker.ids("hello"), fail_with(GroupError("rank 1 is gone")))
     response = post(thinker, "chat", ask(stream=False))
     assert error_of(response, 503) == "rank 1 is gone"
     assert response.headers["retry-after"] == "7"

@@ -233,17 +233,5 @@ def test_a_wrong_message_is_named(message: Any, param: str) -> None:
     assert (error.code, error.param) == (Code.BAD_REQUEST, param)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff", b"[1]", b'"x"', b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-     b"[" * 10_000],
-)  # fmt: skip
-def test_a_body_that_is_no_request(body: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
-        openai.parse_chat(body)
-    assert caught.value.status == 400
-    assert len(caught.value.detail) < 300
-
-
 def test_a_long_value_is_not_sent_back() -> None:
     assert len(refusal(model=["x" * 10_000]).detail) < 200

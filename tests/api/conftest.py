@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 import threading
 import traceback
@@ -353,19 +354,26 @@ class Server:
 
 
 @contextlib.contextmanager
-def on_loopback(app: Any, loop: asyncio.AbstractEventLoop | None = None, **options: Any) -> Iterator[int]:
-    """The port at which an app is served, on a loop of its own."""
-    sock, loop, stop = bind("127.0.0.1", 0), loop or asyncio.new_event_loop(), asyncio.Event()
+def on_loopback(
+    app: Any,
+    *,
+    sock: socket.socket | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+    **options: Any,
+) -> Iterator[int]:
+    """The port at which an app is served, on a loop of its own, which is closed unless it was given."""
+    sock, own, stop = sock or bind("127.0.0.1", 0), loop or asyncio.new_event_loop(), asyncio.Event()
     served = serve(app, sock, stop, grace_s=1, **options)
-    thread = threading.Thread(target=loop.run_until_complete, args=(served,))
+    thread = threading.Thread(target=own.run_until_complete, args=(served,))
     thread.start()
     try:
         yield sock.getsockname()[1]
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        own.call_soon_threadsafe(stop.set)
         thread.join(3 * WAIT_S)
     assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
-    loop.close()
+    if loop is None:
+        own.close()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -309,32 +308,23 @@ def test_no_list_lets_another_page_into_the_administration() -> None:
         assert refused is Code.ORIGIN_NOT_ALLOWED
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/page/app.js"])
+def test_what_needs_no_key_of_the_api(path: str) -> None:
+    assert (is_public(path), is_admin(path)) == (True, False)
+
+
 @pytest.mark.parametrize(
-    ("path", "public", "admin"),
-    [
-        ("/", True, False),
-        ("/health", True, False),
-        ("/page/app.js", True, False),
-        ("/page", False, False),
-        ("/pages", False, False),
-        ("/health/", False, False),
-        ("/healthy", False, False),
-        ("//", False, False),
-        ("", False, False),
-        ("/v1/models", False, False),
-        ("/api/tags", False, False),
-        ("/cluster", False, False),
-        ("/cluster/events", False, False),
-        ("/metrics", False, False),
-        ("/openapi.json", False, False),
-        ("/admin", False, True),
-        ("/admin/status", False, True),
-        ("/administrator", False, False),
-        ("/v1/admin/status", False, False),
-    ],
+    "path",
+    ["/page", "/pages", "/health/", "/healthy", "//", "", "/v1/models", "/api/tags", "/cluster"]
+    + ["/cluster/events", "/metrics", "/openapi.json", "/administrator", "/v1/admin/status"],
 )
-def test_what_needs_no_key_of_the_api(path: str, public: bool, admin: bool) -> None:
-    assert (is_public(path), is_admin(path)) == (public, admin)
+def test_all_else_needs_one(path: str) -> None:
+    assert (is_public(path), is_admin(path)) == (False, False)
+
+
+@pytest.mark.parametrize("path", ["/admin", "/admin/status"])
+def test_the_administration_needs_a_key_of_its_own(path: str) -> None:
+    assert (is_public(path), is_admin(path)) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +347,7 @@ def test_where_a_key_may_stand(headers: dict[str, str], keys: list[str]) -> None
 
 
 @pytest.mark.parametrize("crowded", [True, False])
-def test_a_connection_that_refuses_a_key_keeps_its_request_from_the_app(
+async def test_a_connection_that_refuses_a_key_keeps_its_request_from_the_app(
     tmp_path: Path, crowded: bool
 ) -> None:
     file = KeyFile(tmp_path)
@@ -382,6 +372,6 @@ def test_a_connection_that_refuses_a_key_keeps_its_request_from_the_app(
     headers = [(b"x-api-key", key.encode())]
     scope = {"type": "http", "path": "/v1/models", "method": "GET", "server": HERE, "client": THERE}
     guard = KeyGuard(app, KeyRing(file, "always", beyond=False), answer)
-    asyncio.run(guard(scope | {"headers": headers, "state": admitted}, receive, send))
+    await guard(scope | {"headers": headers, "state": admitted}, receive, send)
     assert refused == [(503, f"{digest_of(key).hex()} has too many")] * crowded
     assert len(reached) == (not crowded)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import ssl
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +30,12 @@ from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.endpoint import Tls, here_and_now, own_tls
 from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.request_metrics import RequestMetrics
-from mlxtp.api.server import bind, serve
+from mlxtp.api.server import bind
 from mlxtp.errors import MlxtpError
 from mlxtp.verbs import ModelsOnDisk, Verb
 
 from ..live_cluster import until
-from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
+from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, on_loopback, says
 from .test_admin import KEY as ADMIN_KEY
 from .test_admin import FakeAdmin
 
@@ -93,23 +91,21 @@ def door(
     ring.own_key = ADMIN_KEY
     guarded = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
     app = AccessLog(guarded, RequestMetrics(time.monotonic))
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
     context = None if tls is None else tls.context
-    serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s, handshake_s=handshake_s)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
-    thread.start()
-    try:
+    with on_loopback(app, sock=sock, tls=context, stall_s=stall_s, handshake_s=handshake_s):
         yield found
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-        loop.close()
 
 
 @pytest.fixture
 def backend(loaded: dict[str, Loaded]) -> FakeBackend:
     return FakeBackend(loaded[BYTE_LEVEL].text, says([60, 61, 62]))
+
+
+@pytest.fixture
+def server(backend: FakeBackend, tmp_path: Path) -> Iterator[Door]:
+    """One where all need a key."""
+    with door(backend, tmp_path) as found:
+        yield found
 
 
 # --- what is asked for ------------------------------------------------------------------------------------
@@ -124,17 +120,16 @@ def status(server: Door, target: str, host: str = "localhost", key: str = "") ->
         return int(sock.makefile("rb").readline().split()[1])
 
 
-def test_a_client_is_its_key_wherever_it_connects_from(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        for name in ("laptop", "school"):
-            headers = {"authorization": f"Bearer {server.key(name)}"}
-            reply = httpx.post(
-                f"http://127.0.0.1:{server.port}/v1/chat/completions",
-                json={"messages": [{"role": "user", "content": "hello"}], "user": "alice"},
-                headers=headers,
-                timeout=WAIT_S,
-            )
-            assert reply.status_code == 200
+def test_a_client_is_its_key_wherever_it_connects_from(server: Door, backend: FakeBackend) -> None:
+    for name in ("laptop", "school"):
+        headers = {"authorization": f"Bearer {server.key(name)}"}
+        reply = httpx.post(
+            f"http://127.0.0.1:{server.port}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "hello"}], "user": "alice"},
+            headers=headers,
+            timeout=WAIT_S,
+        )
+        assert reply.status_code == 200
     assert [(each.client, each.user) for each in backend.whose] == [
         ("key laptop", "alice"), ("key school", "alice"),
     ]  # fmt: skip
@@ -148,17 +143,16 @@ def sharers(server: Door, backend: FakeBackend, *headers: dict[str, str]) -> lis
 
 
 def test_cached_prompts_are_shared_within_a_key_and_by_this_mac_s_commands(
-    backend: FakeBackend, tmp_path: Path
+    server: Door, backend: FakeBackend
 ) -> None:
     """A key counts, not its name, which differs from Mac to Mac."""
-    with door(backend, tmp_path) as server:
-        keys = [{"x-api-key": server.key(name)} for name in ("laptop", "school")]
-        one, other, again = sharers(server, backend, *keys, keys[0])
-        assert one == again != other != "" != one
-        assert keys[0]["x-api-key"] not in one
-        server.file.path.write_text(server.file.path.read_text().replace('"laptop"', '"mobile"'))
-        server.now += LOOK_S
-        assert sharers(server, backend, keys[0], {"x-api-key": ADMIN_KEY}) == [one, ""]
+    keys = [{"x-api-key": server.key(name)} for name in ("laptop", "school")]
+    one, other, again = sharers(server, backend, *keys, keys[0])
+    assert one == again != other != "" != one
+    assert keys[0]["x-api-key"] not in one
+    server.file.path.write_text(server.file.path.read_text().replace('"laptop"', '"mobile"'))
+    server.now += LOOK_S
+    assert sharers(server, backend, keys[0], {"x-api-key": ADMIN_KEY}) == [one, ""]
 
 
 def test_without_keys_cached_prompts_are_shared_on_this_mac(backend: FakeBackend, tmp_path: Path) -> None:
@@ -167,123 +161,118 @@ def test_without_keys_cached_prompts_are_shared_on_this_mac(backend: FakeBackend
         assert sharers(server, backend, {}, {"x-forwarded-for": "10.0.0.7"}) == ["", "address 127.0.0.1"]
 
 
-def test_a_whole_url_is_its_path_with_the_same_guards(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key, there = server.key(), f"http://127.0.0.1:{server.port}"
-        assert status(server, f"{there}/v1/models") == status(server, "/v1/models") == 401
-        assert status(server, f"{there}/v1/models", key=key) == 200
-        assert status(server, "HTTPS://localhost/v1/models?limit=1", key=key) == 200
-        assert status(server, "http://LOCALHOST/v1/%6dodels", key=key) == 200
-        assert status(server, f"{there}/admin/status") == status(server, "/admin/status") == 401
-        assert status(server, f"{there}/admin/status", key=key) == 401
-        for path in ("", "?x=1", "/", "/none"):
-            assert status(server, f"{there}{path}", key=key) == 404
-        assert status(server, "ftp://127.0.0.1/health", key=key) == 404
-        assert status(server, "/http://127.0.0.1/health", key=key) == 404
+def test_a_whole_url_is_its_path_with_the_same_guards(server: Door) -> None:
+    key, there = server.key(), f"http://127.0.0.1:{server.port}"
+    assert status(server, f"{there}/v1/models") == status(server, "/v1/models") == 401
+    assert status(server, f"{there}/v1/models", key=key) == 200
+    assert status(server, "HTTPS://localhost/v1/models?limit=1", key=key) == 200
+    assert status(server, "http://LOCALHOST/v1/%6dodels", key=key) == 200
+    assert status(server, f"{there}/admin/status") == status(server, "/admin/status") == 401
+    assert status(server, f"{there}/admin/status", key=key) == 401
+    for path in ("", "?x=1", "/", "/none"):
+        assert status(server, f"{there}{path}", key=key) == 404
+    assert status(server, "ftp://127.0.0.1/health", key=key) == 404
+    assert status(server, "/http://127.0.0.1/health", key=key) == 404
 
 
 @pytest.mark.parametrize(
     "place",
     ["evil.example", "", "localhost@evil.example", "localhost\\@evil", "127.0.0.1%2f", "localhost:x", "a#@b"],
 )
-def test_the_host_of_a_whole_url_has_to_be_this_mac_as_well_as_host(
-    backend: FakeBackend, tmp_path: Path, place: str
-) -> None:
-    with door(backend, tmp_path) as server:
-        assert status(server, "http://localhost/health") == 200
-        assert status(server, f"http://{place}/health") == 421
-        assert status(server, "http://localhost/health", host="evil.example") == 421
+def test_the_host_of_a_whole_url_has_to_be_this_mac_as_well_as_host(server: Door, place: str) -> None:
+    assert status(server, "http://localhost/health") == 200
+    assert status(server, f"http://{place}/health") == 421
+    assert status(server, "http://localhost/health", host="evil.example") == 421
 
 
 # --- keys -------------------------------------------------------------------------------------------------
 
 
-def test_openais_library_with_a_key_and_without(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key()
-        client = server.openai(key)
-        assert client.chat.completions.create(model="default", messages=HELLO).choices[0].message.content
-        assert [chunk.object for chunk in client.chat.completions.create(**BODY, stream=True)]
-        assert client.models.list().data
-        for wrong in ("none", key[:-1]):
-            with pytest.raises(openai.AuthenticationError) as refused:
-                server.openai(wrong).chat.completions.create(model="default", messages=HELLO)
-            assert refused.value.code == "invalid_api_key"
-            assert "`mlxtp key create NAME`" in refused.value.message
-        assert len(backend.requests) == 2
+def test_openais_library_with_a_key_and_without(server: Door, backend: FakeBackend) -> None:
+    key = server.key()
+    client = server.openai(key)
+    assert client.chat.completions.create(model="default", messages=HELLO).choices[0].message.content
+    assert [chunk.object for chunk in client.chat.completions.create(**BODY, stream=True)]
+    assert client.models.list().data
+    for wrong in ("none", key[:-1]):
+        with pytest.raises(openai.AuthenticationError) as refused:
+            server.openai(wrong).chat.completions.create(model="default", messages=HELLO)
+        assert refused.value.code == "invalid_api_key"
+        assert "`mlxtp key create NAME`" in refused.value.message
+    assert len(backend.requests) == 2
 
 
-def test_a_conversation_is_of_the_key_that_began_it(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        own, other = (server.openai(server.key(name)) for name in ("laptop", "phone"))
-        first = own.responses.create(input="hello")
-        named: Any = [{"type": "item_reference", "id": first.output[0].id}]
-        asked: Any = [{"role": "user", "content": "go on"}]
-        for going_on in (
-            {"input": asked + named + asked},
-            {"input": asked, "previous_response_id": first.id},
-        ):
-            assert own.responses.create(**going_on).output
-            with pytest.raises((openai.BadRequestError, openai.NotFoundError), match="is not known here"):
-                other.responses.create(**going_on)
-        assert len(backend.requests) == 3
+def test_a_conversation_is_of_the_key_that_began_it(server: Door, backend: FakeBackend) -> None:
+    own, other = (server.openai(server.key(name)) for name in ("laptop", "phone"))
+    first = own.responses.create(input="hello")
+    named: Any = [{"type": "item_reference", "id": first.output[0].id}]
+    asked: Any = [{"role": "user", "content": "go on"}]
+    for going_on in (
+        {"input": asked + named + asked},
+        {"input": asked, "previous_response_id": first.id},
+    ):
+        assert own.responses.create(**going_on).output
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError), match="is not known here"):
+            other.responses.create(**going_on)
+    assert len(backend.requests) == 3
 
 
-def test_anthropics_library_sends_its_key_in_a_header_of_its_own(
-    backend: FakeBackend, tmp_path: Path
-) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key(per_minute=2)
+def test_anthropics_library_sends_its_key_in_a_header_of_its_own(server: Door) -> None:
+    key = server.key(per_minute=2)
 
-        def ask(**credentials: str) -> anthropic.types.Message:
-            client = anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, **credentials)
-            return client.messages.create(model="default", max_tokens=5, messages=HELLO)
+    def client(**credentials: str) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, **credentials)
 
-        assert ask(api_key=key).content
-        assert ask(auth_token=key).content
-        with pytest.raises(anthropic.RateLimitError) as often:
-            ask(api_key=key)
-        assert often.value.response.headers["retry-after"] == "30"
-        stranger = anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, api_key="none")
-        for refuse in (lambda: ask(api_key="none"), stranger.models.list):
-            with pytest.raises(anthropic.AuthenticationError) as refused:
-                refuse()
-            body: Any = refused.value.body
-            assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
-            assert body["request_id"] == refused.value.request_id
+    def ask(**credentials: str) -> anthropic.types.Message:
+        return client(**credentials).messages.create(model="default", max_tokens=5, messages=HELLO)
 
-
-def test_ollamas_library_with_a_key(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key()
-        options: Any = {"host": server.url, "timeout": WAIT_S, "trust_env": False}
-        good = ollama.Client(**options, headers={"Authorization": f"Bearer {key}"})
-        assert good.chat(model="default", messages=HELLO)["done"]
-        with pytest.raises(ollama.ResponseError) as refused:
-            ollama.Client(**options).chat(model="default", messages=HELLO)
-        assert refused.value.status_code == 401
-        assert refused.value.error.startswith("this server requires an API key")
+    assert ask(api_key=key).content
+    assert ask(auth_token=key).content
+    with pytest.raises(anthropic.RateLimitError) as often:
+        ask(api_key=key)
+    assert often.value.response.headers["retry-after"] == "30"
+    stranger = client(api_key="none")
+    count = stranger.messages.count_tokens
+    for refuse in (
+        lambda: ask(api_key="none"),
+        stranger.models.list,
+        lambda: count(model="default", messages=HELLO),
+    ):
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            refuse()
+        body: Any = refused.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+        assert body["request_id"] == refused.value.request_id
 
 
-def test_a_key_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key()
-        assert server.ask(headers={"authorization": f"Bearer {key}"}).status_code == 200
-        assert server.ask(headers={"x-api-key": key}).status_code == 200
-        assert server.ask(path=f"/v1/models?key={key}&api_key={key}").status_code == 401
-        assert server.ask(headers={"authorization": key}).status_code == 401
-        assert server.ask(headers={"cookie": f"key={key}"}).status_code == 401
+def test_ollamas_library_with_a_key(server: Door) -> None:
+    key = server.key()
+    options: Any = {"host": server.url, "timeout": WAIT_S, "trust_env": False}
+    good = ollama.Client(**options, headers={"Authorization": f"Bearer {key}"})
+    assert good.chat(model="default", messages=HELLO)["done"]
+    with pytest.raises(ollama.ResponseError) as refused:
+        ollama.Client(**options).chat(model="default", messages=HELLO)
+    assert refused.value.status_code == 401
+    assert refused.value.error.startswith("this server requires an API key")
 
 
-def test_a_refusal_says_how_to_ask(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        server.key()
-        refused = server.ask()
-        assert refused.status_code == 401
-        assert refused.headers["www-authenticate"] == 'Bearer realm="mlxtp"'
-        error = refused.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+def test_a_key_in_either_header(server: Door) -> None:
+    key = server.key()
+    assert server.ask(headers={"authorization": f"Bearer {key}"}).status_code == 200
+    assert server.ask(headers={"x-api-key": key}).status_code == 200
+    assert server.ask(path=f"/v1/models?key={key}&api_key={key}").status_code == 401
+    assert server.ask(headers={"authorization": key}).status_code == 401
+    assert server.ask(headers={"cookie": f"key={key}"}).status_code == 401
+
+
+def test_a_refusal_says_how_to_ask(server: Door) -> None:
+    server.key()
+    refused = server.ask()
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == 'Bearer realm="mlxtp"'
+    error = refused.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
 
 
 def test_a_refusal_has_the_shape_of_the_dialect_that_owns_the_path(
@@ -333,13 +322,12 @@ def test_all_that_is_there_needs_a_key_but_what_is_public(backend: FakeBackend, 
     assert backend.requests == []
 
 
-def test_the_administration_has_a_key_of_its_own(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key()
-        assert server.ask(path="/admin/status", headers={"authorization": f"Bearer {key}"}).status_code == 401
-        own = {"authorization": f"Bearer {ADMIN_KEY}"}
-        assert server.ask(path="/admin/status", headers=own).status_code == 200
-        assert server.ask(headers=own).status_code == 200
+def test_the_administration_has_a_key_of_its_own(server: Door) -> None:
+    key = server.key()
+    assert server.ask(path="/admin/status", headers={"authorization": f"Bearer {key}"}).status_code == 401
+    own = {"authorization": f"Bearer {ADMIN_KEY}"}
+    assert server.ask(path="/admin/status", headers=own).status_code == 200
+    assert server.ask(headers=own).status_code == 200
 
 
 ROWS = [{"name": "org/other"}, {"name": "org/tiny"}]
@@ -378,20 +366,19 @@ def test_a_key_for_one_model_reads_of_no_other(
 
 
 def test_a_key_of_the_same_name_goes_on_from_no_answer_of_the_former(
-    backend: FakeBackend, tmp_path: Path
+    server: Door, backend: FakeBackend
 ) -> None:
     backend.scripts = [says([60, 61]) for _ in range(4)]
-    with door(backend, tmp_path) as server:
 
-        def ask(key: str, **more: str) -> httpx.Response:
-            body = {"model": "default", "input": "hello", **more}
-            return server.ask("POST", "/v1/responses", headers={"x-api-key": key}, json=body)
+    def ask(key: str, **more: str) -> httpx.Response:
+        body = {"model": "default", "input": "hello", **more}
+        return server.ask("POST", "/v1/responses", headers={"x-api-key": key}, json=body)
 
-        former = server.key("one")
-        known = ask(former).json()["id"]
-        assert ask(former, previous_response_id=known).status_code == 200
-        server.file.revoke("one")
-        assert ask(server.key("one"), previous_response_id=known).status_code == 404
+    former = server.key("one")
+    known = ask(former).json()["id"]
+    assert ask(former, previous_response_id=known).status_code == 200
+    server.file.revoke("one")
+    assert ask(server.key("one"), previous_response_id=known).status_code == 404
 
 
 def test_wrong_keys_and_nonsense_write_few_lines_and_their_number(
@@ -495,41 +482,41 @@ def test_keys_come_and_go_while_the_server_runs(backend: FakeBackend, tmp_path: 
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "config_invalid")
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        key = server.key(per_minute=2)
-        client = server.openai(key)
-        for _ in range(2):
-            client.models.list()
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.models.list()
-        assert refused.value.response.headers["retry-after"] == "30"
-        assert refused.value.code == "rate_limit_exceeded"
-        assert refused.value.type == "rate_limit_error"
-        server.now += 30
-        assert client.models.list().data
+def test_who_asks_too_often_is_told_when_to_come_again(server: Door) -> None:
+    key = server.key(per_minute=2)
+    client = server.openai(key)
+    for _ in range(2):
+        client.models.list()
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.models.list()
+    assert refused.value.response.headers["retry-after"] == "30"
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.type == "rate_limit_error"
+    server.now += 30
+    assert client.models.list().data
 
 
-def test_a_key_without_the_scope_has_nothing_loaded(backend: FakeBackend, tmp_path: Path) -> None:
+def test_a_key_without_the_scope_has_nothing_loaded(
+    server: Door, backend: FakeBackend, tmp_path: Path
+) -> None:
     """Nor does it change how long a model stays. What is loaded answers."""
     backend.stored = (StoredModelInfo("org/stored", tmp_path, 4096, 1),)
-    with door(backend, tmp_path) as server:
-        server.now += 2 * LOOK_S
-        chats, loads = (
-            {"x-api-key": server.file.create(name, 0, 1.0, scopes=("chat", *scopes))[1]}
-            for name, scopes in (("chats", ()), ("loads", ("on-request",)))
-        )
-        stored = {**BODY, "model": "org/stored"}
-        refused = server.ask("POST", "/v1/chat/completions", json=stored, headers=chats)
-        assert refused.status_code == 403
-        assert "the key chats lacks the scope to load it, on-request" in refused.json()["error"]["message"]
-        assert backend.kept == [], "no place was taken for it"
-        unload = {"model": "tiny", "keep_alive": 60}
-        assert server.ask("POST", "/api/generate", json=unload, headers=chats).status_code == 403
-        kept = {"model": "tiny", "messages": HELLO, "keep_alive": 60, "stream": False}
-        for headers in (chats, loads):
-            assert server.ask("POST", "/api/chat", json=kept, headers=headers).status_code == 200
-        assert backend.kept == [None, 60.0]
+    server.now += 2 * LOOK_S
+    chats, loads = (
+        {"x-api-key": server.file.create(name, 0, 1.0, scopes=("chat", *scopes))[1]}
+        for name, scopes in (("chats", ()), ("loads", ("on-request",)))
+    )
+    stored = {**BODY, "model": "org/stored"}
+    refused = server.ask("POST", "/v1/chat/completions", json=stored, headers=chats)
+    assert refused.status_code == 403
+    assert "the key chats lacks the scope to load it, on-request" in refused.json()["error"]["message"]
+    assert backend.kept == [], "no place was taken for it"
+    unload = {"model": "tiny", "keep_alive": 60}
+    assert server.ask("POST", "/api/generate", json=unload, headers=chats).status_code == 403
+    kept = {"model": "tiny", "messages": HELLO, "keep_alive": 60, "stream": False}
+    for headers in (chats, loads):
+        assert server.ask("POST", "/api/chat", json=kept, headers=headers).status_code == 200
+    assert backend.kept == [None, 60.0]
 
 
 def test_a_large_body_without_a_key_is_answered_and_not_kept(backend: FakeBackend, tmp_path: Path) -> None:
@@ -545,21 +532,20 @@ def test_a_large_body_without_a_key_is_answered_and_not_kept(backend: FakeBacken
         assert answered.status_code == 200  # on the same connection
 
 
-def test_a_body_that_is_far_too_large_is_not_read(backend: FakeBackend, tmp_path: Path) -> None:
+def test_a_body_that_is_far_too_large_is_not_read(server: Door) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-    with door(backend, tmp_path) as server:
-        server.key()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
-            sock.sendall(head + b"Content-Length: %d\r\n\r\n" % (UNREAD_BYTES + 1))
-            assert b" 401 " in received(sock).partition(b"\r\n")[0]  # and the connection ends
-        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
-            sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
-            chunk = b"%x\r\n%b\r\n" % (1 << 20, b"x" * (1 << 20))
-            with contextlib.suppress(ConnectionError):
-                for _ in range(2 * UNREAD_BYTES >> 20):
-                    sock.sendall(chunk)
-            with contextlib.suppress(ConnectionError):
-                assert b" 401 " in received(sock).partition(b"\r\n")[0]
+    server.key()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
+        sock.sendall(head + b"Content-Length: %d\r\n\r\n" % (UNREAD_BYTES + 1))
+        assert b" 401 " in received(sock).partition(b"\r\n")[0]  # and the connection ends
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
+        sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n%b\r\n" % (1 << 20, b"x" * (1 << 20))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2 * UNREAD_BYTES >> 20):
+                sock.sendall(chunk)
+        with contextlib.suppress(ConnectionError):
+            assert b" 401 " in received(sock).partition(b"\r\n")[0]
 
 
 def received(sock: socket.socket) -> bytes:
@@ -645,12 +631,11 @@ def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_what_to_do_for_a_page_is_said(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as server:
-        words = preflight(server, "https://chat.example.com").json()["error"]["message"]
-        assert words.endswith("start `mlxtp node` with --allowed-origin https://chat.example.com")
-        words = server.ask(headers={"host": "studio.lan:52415"}).json()["error"]["message"]
-        assert words.endswith("start `mlxtp node` with --allowed-host studio.lan")
+def test_what_to_do_for_a_page_is_said(server: Door) -> None:
+    words = preflight(server, "https://chat.example.com").json()["error"]["message"]
+    assert words.endswith("start `mlxtp node` with --allowed-origin https://chat.example.com")
+    words = server.ask(headers={"host": "studio.lan:52415"}).json()["error"]["message"]
+    assert words.endswith("start `mlxtp node` with --allowed-host studio.lan")
 
 
 def test_any_page(backend: FakeBackend, tmp_path: Path) -> None:

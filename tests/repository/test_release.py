@@ -69,7 +69,8 @@ def test_a_dry_run_changes_nothing_and_a_release_packs_what_it_described(
     assert sorted(tmp_path.iterdir()) == before
 
     (tmp_path / "Makefile").write_text(
-        "lint test-all:\npackage:\n\tmkdir dist && echo $(URL) > dist/mlxtp-1.2.0.tar.gz && touch dist/mlxtp.rb\n"
+        "lint test-all:\n"
+        "package:\n\tmkdir dist && echo $(URL) > dist/mlxtp-1.2.0.tar.gz && touch dist/mlxtp.rb\n"
     )
     (tmp_path / ".gitignore").write_text("dist/\n")
     git("add", ".")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -22,7 +19,6 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.request_metrics import RequestMetrics
-from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.text.conversation import (
     AUTO,
@@ -38,28 +34,9 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_grammar import log_once
 
-from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
-from ..test_server_access import backend as backend
-from ..test_server_access import door
-from .anthropic_shapes import (
-    AnthropicError,
-    AnthropicMessage,
-    AnthropicModelPage,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    InputDelta,
-    MessageDelta,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    PingEvent,
-    SignatureDelta,
-    StreamEvent,
-    TextDelta,
-    ThinkingDelta,
-    TokenCount,
-)
+from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, on_loopback, save, says, then
+from ..test_app import fail_with
+from . import anthropic_shapes as shapes
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"
@@ -109,20 +86,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServe
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     backend = Thinker(Text(LocalRenderer.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE))))
-    app = AccessLog(
-        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7),
-        RequestMetrics(monotonic),
-    )
-    sock = bind("127.0.0.1", 0)
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    port = sock.getsockname()[1]
-    thread.start()
-    yield AnthropicServer(backend, port, tokenizer)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    loop.close()
+    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
+    with on_loopback(AccessLog(app, RequestMetrics(monotonic))) as port:
+        yield AnthropicServer(backend, port, tokenizer)
 
 
 @pytest.fixture
@@ -139,6 +105,10 @@ def post(server: Server, path: str = "/v1/messages", **kwargs: Any) -> httpx.Res
     return httpx.post(server.url + path, timeout=WAIT_S, trust_env=False, **kwargs)
 
 
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def create(server: AnthropicServer, **fields: Any) -> Any:
     return server.claude.messages.create(**body(**fields))
 
@@ -152,10 +122,12 @@ def streamed(server: AnthropicServer, **fields: Any) -> Any:
 # --- strict events ----------------------------------------------------------------------------------------
 
 
-EVENT: TypeAdapter[Any] = TypeAdapter(StreamEvent)
+EVENT: TypeAdapter[Any] = TypeAdapter(shapes.StreamEvent)
 DELTAS = {
-    "text": (TextDelta,), "thinking": (ThinkingDelta, SignatureDelta), "tool_use": (InputDelta,),
-}  # fmt: skip
+    "text": (shapes.TextDelta,),
+    "thinking": (shapes.ThinkingDelta, shapes.SignatureDelta),
+    "tool_use": (shapes.InputDelta,),
+}
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -175,19 +147,19 @@ def complete(response: httpx.Response) -> list[Any]:
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
     start, *events = events_of(response)
-    assert isinstance(start, MessageStart)
+    assert isinstance(start, shapes.MessageStart)
     assert (start.message.content, start.message.stop_reason) == ([], None)
-    assert isinstance(events[0], PingEvent)
-    events = [event for event in events if not isinstance(event, PingEvent)]
+    assert isinstance(events[0], shapes.PingEvent)
+    events = [event for event in events if not isinstance(event, shapes.PingEvent)]
     *blocks, delta, stop = events
-    assert isinstance(delta, MessageDelta)
-    assert isinstance(stop, MessageStop)
+    assert isinstance(delta, shapes.MessageDelta)
+    assert isinstance(stop, shapes.MessageStop)
     open_, index = "", -1
     for event in blocks:
-        if isinstance(event, BlockStart):
+        if isinstance(event, shapes.BlockStart):
             assert not open_
             open_, index = event.content_block.type, index + 1
-        elif isinstance(event, BlockStop):
+        elif isinstance(event, shapes.BlockStop):
             assert open_
             open_ = ""
         else:
@@ -202,9 +174,9 @@ def put_together(events: list[Any]) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     inputs: dict[int, str] = {}
     for event in events:
-        if isinstance(event, BlockStart):
+        if isinstance(event, shapes.BlockStart):
             blocks.append(event.content_block.model_dump())
-        elif isinstance(event, BlockDelta):
+        elif isinstance(event, shapes.BlockDelta):
             for field, value in event.delta.model_dump(exclude={"type"}).items():
                 if field == "partial_json":
                     inputs[event.index] = inputs.get(event.index, "") + value
@@ -225,17 +197,19 @@ def test_a_whole_answer(server: AnthropicServer) -> None:
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert server.prompt() == "<|system|>be brief<|user|>hello<|assistant|>"
-    prompt = len(server.backend.request.tokens)
-    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
-    assert message.usage.cache_creation_input_tokens == 0
-    assert message.usage.output_tokens == len(server.ids(ANSWER)) + 1
+    assert message.usage.to_dict() == {
+        "input_tokens": len(server.backend.request.tokens) - 4,
+        "cache_read_input_tokens": 4,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(server.ids(ANSWER)) + 1,
+    }
     assert server.backend.request.max_tokens == 100
 
 
 def test_a_whole_answer_has_every_field(server: AnthropicServer) -> None:
     server.say(f"<think>hm</think>hi{CALL}")
     response = post(server, json=body(tools=[WEATHER]))
-    message = AnthropicMessage.model_validate_json(response.content)
+    message = shapes.AnthropicMessage.model_validate_json(response.content)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert response.headers["content-type"] == "application/json"
 
@@ -259,7 +233,7 @@ def test_the_events_of_a_stream(server: AnthropicServer) -> None:
     events = complete(post(server, json=body(tools=[WEATHER], stream=True)))
     prompt = len(server.backend.request.tokens)
     first, last = events[0].message.usage, events[-2].usage
-    assert first == MessageUsage(
+    assert first == shapes.MessageUsage(
         input_tokens=prompt, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
     )
     assert (last.input_tokens, last.cache_read_input_tokens) == (prompt - 3, 3)
@@ -361,19 +335,15 @@ def test_thoughts_come_back_to_the_model(server: AnthropicServer) -> None:
 def test_a_tool_is_called_and_its_answer_comes_back(server: AnthropicServer, get: Callable[..., Any]) -> None:
     server.say(f"I look.{CALL}")
     message = get(server, tools=[WEATHER])
-    text, use = message.content
-    assert text.text == "I look."
+    said, use = message.content
+    assert said.text == "I look."
     assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Köln"})
     assert message.stop_reason == "tool_use"
     assert '"name": "weather"' in server.prompt()
-    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
-    more = {"type": "text", "text": "so?"}
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [text("rain")]}
+    told = {"role": "user", "content": [result, text("so?")]}
     server.say("It rains.")
-    answer = get(
-        server,
-        tools=[WEATHER],
-        messages=[*HELLO, message.to_param(), {"role": "user", "content": [result, more]}],
-    )
+    answer = get(server, tools=[WEATHER], messages=[*HELLO, message.to_param(), told])
     assert answer.content[0].text == "It rains."
     assert server.prompt().endswith(
         '<|user|>hello<|assistant|>I look.<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}'
@@ -451,34 +421,26 @@ def test_tokens_are_counted_as_they_are_used(server: AnthropicServer) -> None:
     assert count.input_tokens == create(server, **fields).usage.input_tokens
     assert len(server.backend.requests) == 1
     response = post(server, "/v1/messages/count_tokens", json={"messages": HELLO})
-    assert TokenCount.model_validate_json(response.content).input_tokens < count.input_tokens
+    assert shapes.TokenCount.model_validate_json(response.content).input_tokens < count.input_tokens
     assert response.headers["request-id"].startswith("req_")
 
 
 def test_which_model_answers(server: AnthropicServer) -> None:
     server.say("x")
-    names = {
-        "claude-opus-4-5-20251101": "claude-opus-4-5-20251101",
-        "tiny": "org/tiny",
-        "default": "org/tiny",
-    }
-    for name, shown in names.items():
+    claude = "claude-opus-4-5-20251101"
+    for name, shown in {claude: claude, "tiny": "org/tiny", "default": "org/tiny"}.items():
         assert create(server, model=name).model == shown
         assert streamed(server, model=name).model == shown
 
 
-def test_the_list_of_models(server: AnthropicServer) -> None:
-    listed = models_body(server.backend.models())
-    [row] = AnthropicModelPage.model_validate(listed).data
-    model = TypeAdapter(anthropic.types.ModelInfo).validate_python(row.model_dump())
-    assert (model.id, model.display_name, model.created_at.timestamp()) == ("org/tiny", "org/tiny", 1234)
-    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "org/tiny", "org/tiny")
-    assert AnthropicModelPage.model_validate(models_body(())).last_id is None
-
-
 def test_models_are_listed_for_the_client_library(server: AnthropicServer) -> None:
+    listed = models_body(server.backend.models())
+    assert shapes.AnthropicModelPage.model_validate(listed)
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "org/tiny", "org/tiny")
+    assert shapes.AnthropicModelPage.model_validate(models_body(())).last_id is None
     [model] = server.claude.models.list()
-    assert (model.id, model.type, model.max_input_tokens) == ("org/tiny", "model", CONTEXT)
+    assert (model.id, model.display_name, model.created_at.timestamp()) == ("org/tiny", "org/tiny", 1234)
+    assert (model.type, model.max_input_tokens) == ("model", CONTEXT)
     assert server.claude.models.retrieve("tiny") == model
     with pytest.raises(anthropic.NotFoundError, match="available: org/tiny") as unknown:
         server.claude.models.retrieve("other")
@@ -498,8 +460,8 @@ def billing(hash_: str) -> str:
     [
         lambda hash_: f"{billing(hash_)}\nYou are Claude Code.",
         lambda hash_: [
-            {"type": "text", "text": billing(hash_)},
-            {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+            text(billing(hash_)),
+            text("You are Claude Code.") | {"cache_control": {"type": "ephemeral"}},
         ],
     ],
 )
@@ -520,7 +482,7 @@ def test_the_line_that_differs_each_time_is_no_part_of_the_prompt(
 def assert_error(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
-    error = AnthropicError.model_validate_json(response.content)
+    error = shapes.AnthropicError.model_validate_json(response.content)
     assert error.error.type == kind
     assert response.headers["request-id"] == error.request_id == f"req_{response.headers['x-request-id']}"
     return error.error.message
@@ -558,9 +520,6 @@ def test_an_error_has_the_id_that_the_log_has(server: AnthropicServer) -> None:
     response = post(server, json={}, headers={"x-request-id": "mine"})
     assert_error(response, 400, "invalid_request_error")
     assert (response.headers["request-id"], response.headers["x-request-id"]) == ("req_mine", "mine")
-
-
-def test_an_unknown_model_is_a_404_for_the_client_library(server: AnthropicServer) -> None:
     with pytest.raises(anthropic.NotFoundError, match="available: org/tiny") as caught:
         create(server, model="gpt-9")
     assert caught.value.type == "not_found_error"
@@ -573,20 +532,6 @@ def test_errors_of_others_speak_of_the_fields_of_this_dialect(server: AnthropicS
     endless = json.dumps(body(tools=[WEATHER | {"input_schema": {"maximum": "?"}}])).replace('"?"', "1e999")
     refused = assert_error(post(server, content=endless), 400, "invalid_request_error")
     assert refused == "tools[0].input_schema: this is not a JSON schema"
-
-
-def test_keys_are_shown_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path) as guarded:
-        key = guarded.key()
-        for shown in ({"api_key": key}, {"auth_token": key}):
-            client = anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=WAIT_S, **shown)
-            assert client.messages.create(**body()).content
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
-            response = guarded.ask("POST", path, json=body(), headers={"x-api-key": "wrong"})
-            assert response.status_code == 401
-            error = AnthropicError.model_validate_json(response.content)
-            assert error.error.type == "authentication_error"
-            assert response.headers["request-id"] == error.request_id
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -603,13 +548,6 @@ def test_too_much_is_a_529_that_says_when_to_come_back(
     assert caught.value.type == "overloaded_error"
 
 
-def fail_with(error: Exception) -> Any:
-    def act() -> None:
-        raise error
-
-    return act
-
-
 def test_what_was_too_late_is_not_tried_again(server: AnthropicServer) -> None:
     server.backend.script = then([], fail_with(MlxtpError("too late", Code.DEADLINE)))
     response = post(server, json=body())
@@ -623,9 +561,10 @@ def test_a_failure_in_the_middle_is_an_error_event_and_no_stop(
 ) -> None:
     server.backend.script = then(server.ids("ab"), fail_with(error))
     *events, last = events_of(post(server, json=body(stream=True)))
-    assert isinstance(last, AnthropicError)
+    assert isinstance(last, shapes.AnthropicError)
     assert not any(
-        isinstance(event, BlockStop | MessageDelta | MessageStop | AnthropicError) for event in events
+        isinstance(event, shapes.BlockStop | shapes.MessageDelta | shapes.MessageStop | shapes.AnthropicError)
+        for event in events
     )
     assert "secret" not in last.error.message
     with pytest.raises(anthropic.APIStatusError) as caught:
@@ -659,10 +598,6 @@ def conversation(**fields: Any) -> Conversation:
 
 def turns(*messages: dict[str, Any], **fields: Any) -> list[ChatMessage]:
     return list(conversation(messages=list(messages), **fields).messages)
-
-
-def text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}

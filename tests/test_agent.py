@@ -31,6 +31,10 @@ from mlxtp.models.transfers import TransferCoordinator
 from .groups.scenes import run, sees, within
 from .hub import Hub, Model, embedded
 from .live_cluster import Cluster, rank_processes, until
+from .played import as_test
+
+played = as_test(lambda story: run(within(story())), passes=0)
+
 
 pytestmark = pytest.mark.group
 
@@ -153,19 +157,16 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     return Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, keep_awake=False, **where)
 
 
-def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = chain([Clocks(100, 5000), Clocks(101, 5601)], repeat(Clocks(102, 5602)))
     slept: list[float] = []
     monkeypatch.setattr(sleep, "TICK_S", 0.01)
     monkeypatch.setattr(agent_module, "watch_sleep", partial(watch_sleep, read=lambda: next(moments)))
     monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     monkeypatch.setattr(Supervisor, "woke", lambda _, slept_s: slept.append(slept_s))
-
-    async def story() -> None:
-        async with running_agent(settings, spares=False):
-            await sees(lambda: slept == [600.0])
-
-    run(within(story()))
+    async with running_agent(settings, spares=False):
+        await sees(lambda: slept == [600.0])
 
 
 def test_clients_still_read_once_the_ranks_have_ended(
@@ -187,38 +188,34 @@ def test_clients_still_read_once_the_ranks_have_ended(
     assert reached == [True]
 
 
-def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
+@played
+async def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def err(*_: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Supervisor, "run", err)
-
-    async def story() -> None:
-        async with running_agent(settings, spares=False) as agent:
-            with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
-                await agent.wait_ready()
-            assert failed.value.code is Code.INTERNAL
-            assert agent.over.exception() is failed.value
-
-    run(within(story()))
+    async with running_agent(settings, spares=False) as agent:
+        with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
+            await agent.wait_ready()
+        assert failed.value.code is Code.INTERNAL
+        assert agent.over.exception() is failed.value
 
 
-def test_a_bug_in_the_endpoint_ends_the_agent(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_a_bug_in_the_endpoint_ends_the_agent(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def err(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(agent_module, "serve", err)
     monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
-
-    async def story() -> None:
-        async with running_agent(settings, spares=False) as agent:
-            with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
-                await agent.wait_ready()
-            assert agent.over.exception() is failed.value
-
-    run(within(story()))
+    async with running_agent(settings, spares=False) as agent:
+        with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
+            await agent.wait_ready()
+        assert agent.over.exception() is failed.value
 
 
 @pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)

@@ -21,7 +21,10 @@ from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import Interface, Members, ModelStatus
 
 from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play
+from ..played import as_test
 from ..wire.members import Member
+
+played = as_test(play, "tmp_path", "member")
 
 
 @contextlib.contextmanager
@@ -35,50 +38,46 @@ def closed() -> str:
         return address
 
 
-def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        cluster = node.parts
-        dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
-        endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
-        agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
-        a, b = node.meet(A), node.meet(B)
-        node.hear(a, MACHINE, ModelStatus("", "ab" * 32, ""))
-        node.hear(b, ModelStatus("", "", "it is gated"))
-        b.close()
-        with listening() as there:
-            cluster.node.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
-            first, second = sorted(await agent._members(MACHINE), key=lambda each: each.name)
-            a.dialled = True  # from here
-            again, _ = sorted(await agent._members(MACHINE), key=lambda each: each.name)
-        assert (first.name, first.linked, first.heard) == ("mac-a", True, True)
-        assert first.ours == (Attempt(there),)
-        assert (first.called, again.called) == (True, False)
-        assert (first.fingerprint, second.fingerprint) == ("ab" * 32, "")
-        assert (second.name, second.linked, second.heard, second.called) == ("mac-f", False, False, False)
-        assert second.ours == (Attempt("127.0.0.1:1", "Connection refused", 111),)
-
-    play(tmp_path, member, story)
+@played
+async def test_a_member_is_seen_by_tries_and_links(node: Node) -> None:
+    cluster = node.parts
+    dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
+    endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
+    agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
+    a, b = node.meet(A), node.meet(B)
+    node.hear(a, MACHINE, ModelStatus("", "ab" * 32, ""))
+    node.hear(b, ModelStatus("", "", "it is gated"))
+    b.close()
+    with listening() as there:
+        cluster.node.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
+        first, second = sorted(await agent._members(MACHINE), key=lambda each: each.name)
+        a.dialled = True  # from here
+        again, _ = sorted(await agent._members(MACHINE), key=lambda each: each.name)
+    assert (first.name, first.linked, first.heard) == ("mac-a", True, True)
+    assert first.ours == (Attempt(there),)
+    assert (first.called, again.called) == (True, False)
+    assert (first.fingerprint, second.fingerprint) == ("ab" * 32, "")
+    assert (second.name, second.linked, second.heard, second.called) == ("mac-f", False, False, False)
+    assert second.ours == (Attempt("127.0.0.1:1", "Connection refused", 111),)
 
 
-def test_the_doctor_knows_which_macs_let_others_in(tmp_path: Path, member: Member, first: Member) -> None:
-    async def story(node: Node) -> None:
-        endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
-        agent = AgentCheckup(node.parts.node.settings, endpoint, node.parts, None)
-        a, _ = node.meet(A), node.meet(B)
-        node.holds(A, first)
-        node.holds(B, first)
-        a.close()
-        found = await agent._identity()
-        assert (found.holders, found.holders_here) == (("mac-a", "mac-f"), ("mac-f",))
-        assert (found.authority_lost, found.alone) == (False, False)
-        own = node.parts.node.node_id
-        entry = RosterProofs(first.identity).holding(
-            replace(node.parts.node.replica.roster.members()[own], holds=True, holds_in=60)
-        )
-        node.hear(node.meet(A), Members((entry,)))
-        assert (await agent._identity()).authority_lost
-
-    play(tmp_path, member, story)
+@played
+async def test_the_doctor_knows_which_macs_let_others_in(node: Node, first: Member) -> None:
+    endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
+    agent = AgentCheckup(node.parts.node.settings, endpoint, node.parts, None)
+    a, _ = node.meet(A), node.meet(B)
+    node.holds(A, first)
+    node.holds(B, first)
+    a.close()
+    found = await agent._identity()
+    assert (found.holders, found.holders_here) == (("mac-a", "mac-f"), ("mac-f",))
+    assert (found.authority_lost, found.alone) == (False, False)
+    own = node.parts.node.node_id
+    entry = RosterProofs(first.identity).holding(
+        replace(node.parts.node.replica.roster.members()[own], holds=True, holds_in=60)
+    )
+    node.hear(node.meet(A), Members((entry,)))
+    assert (await agent._identity()).authority_lost
 
 
 def test_an_address_is_tried_by_connecting_to_it() -> None:

@@ -33,7 +33,10 @@ from ..groups.scenes import run, sees
 from ..groups.test_lifecycle import Stage
 from ..groups.test_lifecycle import play as play_epochs
 from ..models.test_disk_cache import layout
-from ..wire import members
+from ..played import as_test
+
+played = as_test(play, "tmp_path", "member")
+ran = as_test(lambda story: run(story()), passes=0)
 
 
 def moment(observer: Observer) -> dict[str, Any]:
@@ -43,22 +46,20 @@ def moment(observer: Observer) -> dict[str, Any]:
     return found
 
 
-def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
-    async def story() -> None:
-        parts = alone(tmp_path)
-        found = moment(Observer(parts))
-        assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
-        nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator")
-        assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
-        assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
-        assert found["tokens_per_second"] == {"value": None, "of": "group"}
-        [node] = found["nodes"]
-        assert (node["node_id"], node["name"], node["chip"]) == (found["self"], "studio", "a chip")
-        assert not node["coordinator"]
-        assert node["memory_bytes"] == 64 << 30
-        await parts.close()
-
-    run(story())
+@ran
+async def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
+    parts = alone(tmp_path)
+    found = moment(Observer(parts))
+    assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
+    nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator")
+    assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
+    assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
+    assert found["tokens_per_second"] == {"value": None, "of": "group"}
+    [node] = found["nodes"]
+    assert (node["node_id"], node["name"], node["chip"]) == (found["self"], "studio", "a chip")
+    assert not node["coordinator"]
+    assert node["memory_bytes"] == 64 << 30
+    await parts.close()
 
 
 @pytest.mark.slow
@@ -130,89 +131,81 @@ def source() -> ModelSource:
     return asyncio.run(open_model("tiny"))
 
 
-def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Member) -> None:
-    async def story(node: Node) -> None:
-        node.meet(A)
-        node.tick()
-        found = moment(Observer(node.parts))
-        rows = {each["name"]: each for each in found["nodes"]}
-        assert rows["studio"]["self"]
-        assert rows["studio"]["chip"] == "a chip"
-        assert rows["studio"]["memory_bytes"] == 64 << 30
-        assert (rows["mac-a"]["state"], rows["mac-a"]["chip"], rows["mac-a"]["memory_bytes"]) == (
-            "alive",
-            None,
-            None,
-        )
-        assert found["deployments"] == []
-        assert found["links"] == []
-
-    play(tmp_path, member, story)
+@played
+async def test_a_cluster_before_anything_is_served(node: Node) -> None:
+    node.meet(A)
+    node.tick()
+    found = moment(Observer(node.parts))
+    rows = {each["name"]: each for each in found["nodes"]}
+    assert rows["studio"]["self"]
+    assert rows["studio"]["chip"] == "a chip"
+    assert rows["studio"]["memory_bytes"] == 64 << 30
+    assert (rows["mac-a"]["state"], rows["mac-a"]["chip"], rows["mac-a"]["memory_bytes"]) == (
+        "alive",
+        None,
+        None,
+    )
+    assert found["deployments"] == []
+    assert found["links"] == []
 
 
-def test_a_group_on_other_macs_is_shown_as_it_is_told(
-    tmp_path: Path, member: members.Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a, b = node.meet(A), node.meet(B)
-        node.live(a, b)
-        node.follow(a)
-        observer = Observer(node.parts)
-        told = Serving(
-            9, "ready", "", "ring", "ring over Ethernet", (A, B), 0, "tiny", 1, 4096, 9, (1,),
-            group=GROUP, deployment="tiny", cached=512,
-        )  # fmt: skip
-        node.hear(a, *only(1, A, "tiny").messages())
-        node.hear_assigned(a, A, B)
-        node.hear(a, told)
-        node.tick()
-        found = moment(observer)
-        assert (found["epoch"], found["group"]["kind"], found["group"]["pairs"]) == (
-            9,
-            "ring over Ethernet",
-            [[0, 1]],
-        )
-        assert [(each["rank"], each["node"], each["memory_bytes"]) for each in found["ranks"]] == [
-            (0, A, None),
-            (1, B, None),
-        ]
-        [[shown]] = (each["groups"] for each in found["deployments"])
-        assert shown["exposed"].startswith("tensors cross shared Ethernet in the clear: ")
-        assert found["group"]["fabric"] is None
-        assert found["tokens_per_second"]["value"] is None
-        caches = CacheHandlers(node.parts)
-        [elsewhere] = (await caches.kept(ListCaches()))["elsewhere"]
-        assert elsewhere == {"group": GROUP, "owner": "mac-a", "cached_tokens": 512}
-        for model, what in (("tiny", "tiny has no rank 0"), ("", "no model has its rank 0")):
-            with pytest.raises(UserError, match=f"{what} on this Mac, so nothing of it is kept here"):
-                await caches.clear(ClearCaches(model))
-        with pytest.raises(UserError, match="other is neither served nor"):
-            await caches.clear(ClearCaches("other"))
-        cleared = await caches.clear(ClearCaches(where="disk"))
-        assert (cleared["elsewhere"], cleared["other_macs"]) == ([], ["mac-a", "mac-f"])
-        node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
-        node.tick()
-        assert [(each["epoch"], each["reason"]) for each in moment(observer)["history"]] == [
-            (10, None),
-            (9, "epoch 9 lost mac-f"),
-        ]
-
-    play(tmp_path, member, story)
+@played
+async def test_a_group_on_other_macs_is_shown_as_it_is_told(node: Node) -> None:
+    a, b = node.meet(A), node.meet(B)
+    node.live(a, b)
+    node.follow(a)
+    observer = Observer(node.parts)
+    told = Serving(
+        9, "ready", "", "ring", "ring over Ethernet", (A, B), 0, "tiny", 1, 4096, 9, (1,),
+        group=GROUP, deployment="tiny", cached=512,
+    )  # fmt: skip
+    node.hear(a, *only(1, A, "tiny").messages())
+    node.hear_assigned(a, A, B)
+    node.hear(a, told)
+    node.tick()
+    found = moment(observer)
+    assert (found["epoch"], found["group"]["kind"], found["group"]["pairs"]) == (
+        9,
+        "ring over Ethernet",
+        [[0, 1]],
+    )
+    assert [(each["rank"], each["node"], each["memory_bytes"]) for each in found["ranks"]] == [
+        (0, A, None),
+        (1, B, None),
+    ]
+    [[shown]] = (each["groups"] for each in found["deployments"])
+    assert shown["exposed"].startswith("tensors cross shared Ethernet in the clear: ")
+    assert found["group"]["fabric"] is None
+    assert found["tokens_per_second"]["value"] is None
+    caches = CacheHandlers(node.parts)
+    [elsewhere] = (await caches.kept(ListCaches()))["elsewhere"]
+    assert elsewhere == {"group": GROUP, "owner": "mac-a", "cached_tokens": 512}
+    for model, what in (("tiny", "tiny has no rank 0"), ("", "no model has its rank 0")):
+        with pytest.raises(UserError, match=f"{what} on this Mac, so nothing of it is kept here"):
+            await caches.clear(ClearCaches(model))
+    with pytest.raises(UserError, match="other is neither served nor"):
+        await caches.clear(ClearCaches("other"))
+    cleared = await caches.clear(ClearCaches(where="disk"))
+    assert (cleared["elsewhere"], cleared["other_macs"]) == ([], ["mac-a", "mac-f"])
+    node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
+    node.tick()
+    assert [(each["epoch"], each["reason"]) for each in moment(observer)["history"]] == [
+        (10, None),
+        (9, "epoch 9 lost mac-f"),
+    ]
 
 
-def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
-    async def story() -> None:
-        parts = alone(tmp_path)
-        supervisor, observer = parts.groups.shown.supervisor, Observer(parts)
-        supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
-        assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
-        await asyncio.sleep(0.5)
-        supervisor.gateway.deployments.named("tiny").confirmed_tokens += 50
-        value = moment(observer)["tokens_per_second"]["value"]
-        assert 10 < value <= 100
-        await parts.close()
-
-    run(story())
+@ran
+async def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
+    parts = alone(tmp_path)
+    supervisor, observer = parts.groups.shown.supervisor, Observer(parts)
+    supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
+    assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
+    await asyncio.sleep(0.5)
+    supervisor.gateway.deployments.named("tiny").confirmed_tokens += 50
+    value = moment(observer)["tokens_per_second"]["value"]
+    assert 10 < value <= 100
+    await parts.close()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,11 @@ from mlxtp.wire.certificates import found, key_to_pem, new_key
 from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members
 
 from ..groups.one_node import A, B, FakeLink, Node, play
+from ..played import as_test
 from ..wire.members import Member, founder, member_of
+
+played = as_test(play, "tmp_path", "member")
+
 
 NONCE = b"n" * 16
 
@@ -118,26 +122,24 @@ def test_what_no_holder_sends_or_does_not_belong_together_is_not_kept(
     assert {each["event"] for each in events()} == {"authority_refused"}
 
 
-def test_a_full_disk_leaves_no_part_of_the_key(
-    tmp_path: Path, first: Member, member: Member, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_full_disk_leaves_no_part_of_the_key(
+    node: Node, first: Member, member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.holds(A, first)
-        with monkeypatch.context() as patch:
-            patch.setattr(private_files, "to_disk", full)
-            node.hear(a, handover(first))
-        assert "No space left on device" in problem(a)
-        assert node.parts.node.replica.roster.holders() == [A]
-        assert node.parts.node.identity.authority is None
-        assert not [each for each in member.store.folder.iterdir() if AUTHORITY in each.name]
+    a = node.meet(A)
+    node.holds(A, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(private_files, "to_disk", full)
         node.hear(a, handover(first))
-        assert problem(a) == ""
-
-    play(tmp_path, member, story)
+    assert "No space left on device" in problem(a)
+    assert node.parts.node.replica.roster.holders() == [A]
+    assert node.parts.node.identity.authority is None
+    assert not [each for each in member.store.folder.iterdir() if AUTHORITY in each.name]
+    node.hear(a, handover(first))
+    assert problem(a) == ""
 
 
 async def handing(node: Node, link: FakeLink, asking: Awaitable[Any], problem: str = "") -> Any:

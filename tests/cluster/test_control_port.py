@@ -41,6 +41,7 @@ from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
 from ..groups.one_node import CLOCK, A, B, Node, by_hand
 from ..groups.scenes import run, sees, within
+from ..played import as_test
 from ..wire.members import Member, founder, member_of
 
 
@@ -98,72 +99,69 @@ def play(folder: Path, story: Callable[[House], Awaitable[None]], *, founders: b
         run(scene())
 
 
-def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authority(tmp_path: Path) -> None:
+played = as_test(play, "tmp_path")
+played_by_founders = as_test(partial(play, founders=True), "tmp_path")
+
+
+@played
+async def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authority(house: House) -> None:
     """With all addresses that could be told; that at which a Mac is known to answer is its first."""
-
-    async def story(house: House) -> None:
-        with pytest.raises(AskElsewhere, match="the Mac that founded this cluster can"):
-            await house.join(house.token())
-        a, b = house.node.meet(A), house.node.meet(B)
-        house.node.holds(A, house.first)
-        a.remote = "10.0.5.1"
-        house.node.parts.node.peer_info.addresses[A] = (
-            "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
-        )  # fmt: skip
-        with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
-            await house.join(house.token())
-        assert elsewhere.value.addresses == tuple(f"10.0.{i}.1:4711" for i in (5, 0, 1, 2))
-        house.node.holds(B, house.first)
-        with pytest.raises(AskElsewhere, match="mac-a or mac-f can, at") as elsewhere:
-            await house.join(house.token())
-        assert elsewhere.value.addresses == (
-            "10.0.5.1:4711",
-            "10.0.0.9:4711",
-            "10.0.0.1:4711",
-            "10.0.1.1:4711",
-        )
-        a.close()
-        with pytest.raises(AskElsewhere) as elsewhere:  # who is here comes first
-            await house.join(house.token())
-        assert elsewhere.value.addresses[0] == "10.0.0.9:4711"
-        b.close()
-
-    play(tmp_path, story)
+    with pytest.raises(AskElsewhere, match="the Mac that founded this cluster can"):
+        await house.join(house.token())
+    a, b = house.node.meet(A), house.node.meet(B)
+    house.node.holds(A, house.first)
+    a.remote = "10.0.5.1"
+    house.node.parts.node.peer_info.addresses[A] = (
+        "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
+    )  # fmt: skip
+    with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
+        await house.join(house.token())
+    assert elsewhere.value.addresses == tuple(f"10.0.{i}.1:4711" for i in (5, 0, 1, 2))
+    house.node.holds(B, house.first)
+    with pytest.raises(AskElsewhere, match="mac-a or mac-f can, at") as elsewhere:
+        await house.join(house.token())
+    assert elsewhere.value.addresses == (
+        "10.0.5.1:4711",
+        "10.0.0.9:4711",
+        "10.0.0.1:4711",
+        "10.0.1.1:4711",
+    )
+    a.close()
+    with pytest.raises(AskElsewhere) as elsewhere:  # who is here comes first
+        await house.join(house.token())
+    assert elsewhere.value.addresses[0] == "10.0.0.9:4711"
+    b.close()
 
 
-def test_a_token_of_another_holder_is_no_end_of_the_search(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        with pytest.raises(Denied, match="not known here"):
-            await house.join(house.token())
-        house.node.meet(A)
-        house.node.holds(A, house.first)
-        with pytest.raises(
-            AskElsewhere, match=r"does not know this join token.*; mac-a may have made it, at"
-        ) as at:
-            await house.join(house.token())
-        assert at.value.addresses == ("10.0.0.9:4711",)
-        used = read_token(await house.node.parts.tokens.token())
+@played_by_founders
+async def test_a_token_of_another_holder_is_no_end_of_the_search(house: House) -> None:
+    with pytest.raises(Denied, match="not known here"):
+        await house.join(house.token())
+    house.node.meet(A)
+    house.node.holds(A, house.first)
+    with pytest.raises(
+        AskElsewhere, match=r"does not know this join token.*; mac-a may have made it, at"
+    ) as at:
+        await house.join(house.token())
+    assert at.value.addresses == ("10.0.0.9:4711",)
+    used = read_token(await house.node.parts.tokens.token())
+    await house.join(used)
+    with pytest.raises(Denied, match="was used before"):
         await house.join(used)
-        with pytest.raises(Denied, match="was used before"):
-            await house.join(used)
-
-    play(tmp_path, story, founders=True)
 
 
-def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        node = house.node
-        node.meet(A)
-        node.parts.node.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
-        node.parts.node.introduction.addresses = lambda: ("10.0.0.99:4711",)
-        token = read_token(await house.node.parts.tokens.token())
-        granted = await house.join(token)
-        assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
-        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
-        with pytest.raises(UserError):
-            await house.join(token)
-
-    play(tmp_path, story, founders=True)
+@played_by_founders
+async def test_a_newcomer_is_told_where_the_others_are(house: House) -> None:
+    node = house.node
+    node.meet(A)
+    node.parts.node.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
+    node.parts.node.introduction.addresses = lambda: ("10.0.0.99:4711",)
+    token = read_token(await house.node.parts.tokens.token())
+    granted = await house.join(token)
+    assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
+    await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
+    with pytest.raises(UserError):
+        await house.join(token)
 
 
 def test_the_audit_log_tells_who_came_in_by_which_token_and_who_did_not(tmp_path: Path) -> None:
@@ -209,96 +207,88 @@ def test_the_audit_log_tells_who_came_in_by_which_token_and_who_did_not(tmp_path
         assert hidden not in path.read_text()
 
 
-def test_what_a_removed_member_prepared_lets_no_mac_in(tmp_path: Path) -> None:
+@played_by_founders
+async def test_what_a_removed_member_prepared_lets_no_mac_in(house: House, tmp_path: Path) -> None:
     """It asked for tokens while it was one. Whom it let in before is listed."""
-
-    async def story(house: House) -> None:
-        node = house.node
-        other = member_of(house.first, tmp_path)
-        node_id = other.identity.node_id
-        node.parts.node.enrolment.admit(node_id, "other", other.identity.fingerprint)
-        link = node.meet(node_id)
-        node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
-        used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
-        await house.join(used)
-        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
-        [friend] = node.parts.node.replica.roster.let_in(node_id)
-        entry = node.parts.node.replica.roster.members()[friend]
-        assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
-        node.parts.node.enrolment.remove(node_id)
-        with pytest.raises(Denied, match="the member that requested this join token was removed or left"):
-            await house.join(kept)
-        await house.join(read_token(await house.node.parts.tokens.token()))
-
-    play(tmp_path, story, founders=True)
+    node = house.node
+    other = member_of(house.first, tmp_path)
+    node_id = other.identity.node_id
+    node.parts.node.enrolment.admit(node_id, "other", other.identity.fingerprint)
+    link = node.meet(node_id)
+    node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
+    used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
+    await house.join(used)
+    await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
+    [friend] = node.parts.node.replica.roster.let_in(node_id)
+    entry = node.parts.node.replica.roster.members()[friend]
+    assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
+    node.parts.node.enrolment.remove(node_id)
+    with pytest.raises(Denied, match="the member that requested this join token was removed or left"):
+        await house.join(kept)
+    await house.join(read_token(await house.node.parts.tokens.token()))
 
 
-def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        other = member_of(house.first, tmp_path)
-        cluster = house.node.parts
-        cluster.node.enrolment.admit(other.identity.node_id, "other", other.identity.fingerprint)
-        third = member_of(house.first, tmp_path)
-        with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
-            await house.requests(third)
-        house.node.meet(third.identity.node_id)
-        with pytest.raises(MlxtpError):  # the node has a link, under another key
-            await house.requests(third)
-        for each in (other, third):
-            house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
-        desk, lost = await house.requests(other)
-        stays, still = await house.requests(third)
-        assert len(house.door._requests) == 2
-        cluster.node.enrolment.remove(other.identity.node_id)
-        await sees(lambda: lost)
-        await sees(lambda: len(house.door._requests) == 1)
-        counted: list[int] = []
+@played
+async def test_a_member_that_is_removed_has_no_requests_any_more(house: House, tmp_path: Path) -> None:
+    other = member_of(house.first, tmp_path)
+    cluster = house.node.parts
+    cluster.node.enrolment.admit(other.identity.node_id, "other", other.identity.fingerprint)
+    third = member_of(house.first, tmp_path)
+    with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
+        await house.requests(third)
+    house.node.meet(third.identity.node_id)
+    with pytest.raises(MlxtpError):  # the node has a link, under another key
+        await house.requests(third)
+    for each in (other, third):
+        house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
+    desk, lost = await house.requests(other)
+    stays, still = await house.requests(third)
+    assert len(house.door._requests) == 2
+    cluster.node.enrolment.remove(other.identity.node_id)
+    await sees(lambda: lost)
+    await sees(lambda: len(house.door._requests) == 1)
+    counted: list[int] = []
 
-        async def called(*_: object) -> None:
-            counted.append(house.door._acceptor.strangers)
+    async def called(*_: object) -> None:
+        counted.append(house.door._acceptor.strangers)
 
-        cluster.node.links.called = called  # type: ignore[method-assign]
-        context = member_context_client(other.credentials, ALPN_CONTROL)
-        _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
-        await sees(lambda: counted == [1])  # as a stranger, whose places are few
-        silent.close()
-        with pytest.raises(MlxtpError):
-            await house.requests(other)
-        assert still == []
-        for link in (desk, stays):
-            await link.close()
-
-    play(tmp_path, story)
+    cluster.node.links.called = called  # type: ignore[method-assign]
+    context = member_context_client(other.credentials, ALPN_CONTROL)
+    _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
+    await sees(lambda: counted == [1])  # as a stranger, whose places are few
+    silent.close()
+    with pytest.raises(MlxtpError):
+        await house.requests(other)
+    assert still == []
+    for link in (desk, stays):
+        await link.close()
 
 
-def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> None:
+@played
+async def test_requests_of_a_member_that_vanished_end_at_rank_0(house: House, tmp_path: Path) -> None:
     """Its requests link may look well for hours: nothing is sent that way."""
-
-    async def story(house: House) -> None:
-        gateway, ranks = house.node.parts.gateway, FakeRanks()
-        gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
-        vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
-        links = [
-            house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
-            for each in (vanishes, vanishes, stays)
-        ]
-        desk, lost = await house.requests(vanishes)
-        other, still = await house.requests(stays)
-        for each in (desk, other):
-            each.send(Generate(1, (1, 2), 9))
-        await sees(lambda: gateway.open_requests == 2)
-        links[0].close()
-        await asyncio.sleep(0)
-        assert gateway.open_requests == 2  # it has another control link
-        links[1].close()
-        await sees(lambda: gateway.open_requests == 1)
-        assert len(ranks.sent_of(Cancel)) == 1
-        await sees(lambda: lost)
-        assert still == []
-        for each in (desk, other):
-            await each.close()
-
-    play(tmp_path, story)
+    gateway, ranks = house.node.parts.gateway, FakeRanks()
+    gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
+    vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
+    links = [
+        house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
+        for each in (vanishes, vanishes, stays)
+    ]
+    desk, lost = await house.requests(vanishes)
+    other, still = await house.requests(stays)
+    for each in (desk, other):
+        each.send(Generate(1, (1, 2), 9))
+    await sees(lambda: gateway.open_requests == 2)
+    links[0].close()
+    await asyncio.sleep(0)
+    assert gateway.open_requests == 2  # it has another control link
+    links[1].close()
+    await sees(lambda: gateway.open_requests == 1)
+    assert len(ranks.sent_of(Cancel)) == 1
+    await sees(lambda: lost)
+    assert still == []
+    for each in (desk, other):
+        await each.close()
 
 
 def test_an_address_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_con
 
 from ..groups.one_node import MACHINE
 from ..groups.scenes import run, sees, within
+from ..played import as_test
 from ..wire.members import Member, founder, member_of
 from ..wire.samples import to_body
+
+played = as_test(lambda story: run(within(story())), passes=0)
 
 
 class Agent:
@@ -70,108 +73,97 @@ class Agent:
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [True, False], ids=["the newer removes", "the older removes"])
 @pytest.mark.parametrize("calls", [True, False], ids=["and dials", "and is dialled"])
-def test_removals_pass_between_versions_and_both_ends_know_why_they_have_no_link(
+@played
+async def test_removals_pass_between_versions_and_both_ends_know_why_they_have_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool, calls: bool
 ) -> None:
-    async def story() -> None:
-        first = founder(tmp_path)
-        members = [first, member_of(first, tmp_path), member_of(first, tmp_path)]
-        versions = (13, 12, 12) if newer else (11, 12, 12)
-        names = ("mini", "studio", "gone")
-        a, b, gone = agents = [
-            Agent(*each, monkeypatch) for each in zip(members, names, versions, strict=True)
-        ]
-        try:
-            a.enrol(b, gone)
-            b.enrol(a, gone)
-            assert await gone.dial(b) == b.node.node_id  # it is a member
-            a.node.enrolment.remove(gone.node.node_id)
-            with pytest.raises(Rejected, match="install the same mlxtp on both"):
-                await (a.dial(b) if calls else b.dial(a))
-            await sees(lambda: gone.node.node_id not in b.node.replica.roster.members())
-            with pytest.raises(Rejected, match="was removed") as refused:
-                await gone.dial(b)
-            assert refused.value.code is Code.REMOVED_NODE
-            for one, other in ((a, b), (b, a)):
-                reason = one.node.links.refused[other.node.node_id]
-                assert "protocol 12" in reason
-                assert f"protocol {versions[0]}" in reason
-        finally:
-            for each in agents:
-                await each.close()
-
-    run(within(story()))
+    first = founder(tmp_path)
+    members = [first, member_of(first, tmp_path), member_of(first, tmp_path)]
+    versions = (13, 12, 12) if newer else (11, 12, 12)
+    names = ("mini", "studio", "gone")
+    a, b, gone = agents = [Agent(*each, monkeypatch) for each in zip(members, names, versions, strict=True)]
+    try:
+        a.enrol(b, gone)
+        b.enrol(a, gone)
+        assert await gone.dial(b) == b.node.node_id  # it is a member
+        a.node.enrolment.remove(gone.node.node_id)
+        with pytest.raises(Rejected, match="install the same mlxtp on both"):
+            await (a.dial(b) if calls else b.dial(a))
+        await sees(lambda: gone.node.node_id not in b.node.replica.roster.members())
+        with pytest.raises(Rejected, match="was removed") as refused:
+            await gone.dial(b)
+        assert refused.value.code is Code.REMOVED_NODE
+        for one, other in ((a, b), (b, a)):
+            reason = one.node.links.refused[other.node.node_id]
+            assert "protocol 12" in reason
+            assert f"protocol {versions[0]}" in reason
+    finally:
+        for each in agents:
+            await each.close()
 
 
-def test_a_link_clears_the_reason_and_reasons_are_bounded(
+@played
+async def test_a_link_clears_the_reason_and_reasons_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        first = founder(tmp_path)
-        a, b = (
-            Agent(each, name, 12, monkeypatch)
-            for each, name in ((first, "mini"), (member_of(first, tmp_path), "studio"))
-        )
-        try:
-            for number in range(200):
-                identity = NodeIdentity(f"{number:032x}", b.node.identity.cluster_id, "f" * 64)
-                a.node.links.refused.note(identity, ProtocolError("no", Code.MISMATCH))
-            assert len(a.node.links.refused) == 64
-            a.node.links.refused[b.node.node_id] = "of another version"
-            await a.dial(b)
-            await sees(lambda: b.node.node_id not in a.node.links.refused)
-        finally:
-            await a.close()
-            await b.close()
-
-    run(within(story()))
+    first = founder(tmp_path)
+    a, b = (
+        Agent(each, name, 12, monkeypatch)
+        for each, name in ((first, "mini"), (member_of(first, tmp_path), "studio"))
+    )
+    try:
+        for number in range(200):
+            identity = NodeIdentity(f"{number:032x}", b.node.identity.cluster_id, "f" * 64)
+            a.node.links.refused.note(identity, ProtocolError("no", Code.MISMATCH))
+        assert len(a.node.links.refused) == 64
+        a.node.links.refused[b.node.node_id] = "of another version"
+        await a.dial(b)
+        await sees(lambda: b.node.node_id not in a.node.links.refused)
+    finally:
+        await a.close()
+        await b.close()
 
 
 @pytest.mark.parametrize("calls", [True, False])
-def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the_agent(
+@played
+async def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: bool
 ) -> None:
-    async def story() -> None:
-        first = founder(tmp_path)
-        a = Agent(first, "mini", 13, monkeypatch)
-        b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
-        try:
-            a.node.enrolment.received = lambda *_: {}["a bug"]  # type: ignore[method-assign]
-            with pytest.raises(Rejected, match="install the same mlxtp on both"):
-                await (a.dial(b) if calls else b.dial(a))
-            assert "KeyError('a bug')" in caplog.text
-            assert "protocol 13" in a.node.links.refused[b.node.node_id]
-        finally:
-            await a.close()
-            await b.close()
-
-    run(within(story()))
+    first = founder(tmp_path)
+    a = Agent(first, "mini", 13, monkeypatch)
+    b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
+    try:
+        a.node.enrolment.received = lambda *_: {}["a bug"]  # type: ignore[method-assign]
+        with pytest.raises(Rejected, match="install the same mlxtp on both"):
+            await (a.dial(b) if calls else b.dial(a))
+        assert "KeyError('a bug')" in caplog.text
+        assert "protocol 13" in a.node.links.refused[b.node.node_id]
+    finally:
+        await a.close()
+        await b.close()
 
 
-def test_a_removed_member_that_is_dialled_is_told_and_believed_nothing(
+@played
+async def test_a_removed_member_that_is_dialled_is_told_and_believed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another version it would hand over a list in which it removes the others."""
-
-    async def story() -> None:
-        first = founder(tmp_path)
-        a = Agent(first, "mini", 13, monkeypatch)
-        b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
-        taken: list[object] = []
-        try:
-            a.enrol(b)
-            a.node.enrolment.remove(b.node.node_id)
-            a.node.enrolment.received = lambda *told: taken.append(told)  # type: ignore[method-assign]
-            with pytest.raises(ProtocolError, match="removed") as refused:
-                await a.dial(b)
-            assert refused.value.code is Code.REMOVED_NODE
-            assert not taken
-            assert not b.node.replica.roster.removed(b.member.identity.fingerprint)
-        finally:
-            await a.close()
-            await b.close()
-
-    run(within(story()))
+    first = founder(tmp_path)
+    a = Agent(first, "mini", 13, monkeypatch)
+    b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
+    taken: list[object] = []
+    try:
+        a.enrol(b)
+        a.node.enrolment.remove(b.node.node_id)
+        a.node.enrolment.received = lambda *told: taken.append(told)  # type: ignore[method-assign]
+        with pytest.raises(ProtocolError, match="removed") as refused:
+            await a.dial(b)
+        assert refused.value.code is Code.REMOVED_NODE
+        assert not taken
+        assert not b.node.replica.roster.removed(b.member.identity.fingerprint)
+    finally:
+        await a.close()
+        await b.close()
 
 
 ENTRY = RosterEntry("a" * 32, "mini", "f" * 64, True, 3, removed_in=4)

@@ -47,6 +47,7 @@ from mlxtp.wire.streams import StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
 
 from ..groups.scenes import run, sees, within
+from ..played import as_test
 from ..wire.members import Member, founder, member_of
 
 BEAT = Beat(1, "", 0, 0, 0, True, 1)
@@ -161,79 +162,74 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
-def test_a_link_from_its_hello_to_its_goodbye(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        assert await a.dial(b) == b.node_id
-        await sees(lambda: b.events.links)
-        [here], [there] = a.events.links, b.events.links
-        assert (here.hello, there.hello) == (b.hello, a.hello)
-        assert (here.dialled, there.dialled) == (True, False)
-        assert (here.remote, there.remote, there.local) == ("127.0.0.1",) * 3
-        assert here.fingerprint == b.member.identity.fingerprint
-        assert a.neighbours.nodes() == {b.node_id}
-        a.neighbours.send(b.node_id, BEAT)
-        a.neighbours.broadcast(DESIRED)
-        b.neighbours.broadcast(BEAT)
-        await sees(lambda: (b.events.messages, a.events.messages) == ([BEAT, DESIRED], [BEAT]))
-        await a.neighbours.close()
-        await sees(lambda: b.events.ends == [("its agent stopped", True)])
-        assert b.neighbours.nodes() == frozenset()
-        with pytest.raises(LinkError, match="no link to node"):
-            b.neighbours.send(a.node_id, BEAT)
-        b.neighbours.broadcast(BEAT)  # who is gone is told nothing
-
-    play(tmp_path, story)
+played = as_test(play, "tmp_path")
 
 
-def test_of_two_links_both_ends_mean_the_same(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        await b.dial(a)
+@played
+async def test_a_link_from_its_hello_to_its_goodbye(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    assert await a.dial(b) == b.node_id
+    await sees(lambda: b.events.links)
+    [here], [there] = a.events.links, b.events.links
+    assert (here.hello, there.hello) == (b.hello, a.hello)
+    assert (here.dialled, there.dialled) == (True, False)
+    assert (here.remote, there.remote, there.local) == ("127.0.0.1",) * 3
+    assert here.fingerprint == b.member.identity.fingerprint
+    assert a.neighbours.nodes() == {b.node_id}
+    a.neighbours.send(b.node_id, BEAT)
+    a.neighbours.broadcast(DESIRED)
+    b.neighbours.broadcast(BEAT)
+    await sees(lambda: (b.events.messages, a.events.messages) == ([BEAT, DESIRED], [BEAT]))
+    await a.neighbours.close()
+    await sees(lambda: b.events.ends == [("its agent stopped", True)])
+    assert b.neighbours.nodes() == frozenset()
+    with pytest.raises(LinkError, match="no link to node"):
+        b.neighbours.send(a.node_id, BEAT)
+    b.neighbours.broadcast(BEAT)  # who is gone is told nothing
+
+
+@played
+async def test_of_two_links_both_ends_mean_the_same(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    await b.dial(a)
+    await a.dial(b)
+    await sees(lambda: len(a.events.links) == len(b.events.links) == 2)
+    here, there = a.neighbours.to(b.node_id), b.neighbours.to(a.node_id)
+    assert here is not None
+    assert there is not None
+    assert (here.dialled, there.dialled) == (True, False)
+    here.close()
+    await sees(lambda: len(a.neighbours.links()) == len(b.neighbours.links()) == 1)
+    assert a.neighbours.nodes() == {b.node_id}
+    a.neighbours.send(b.node_id, BEAT)
+    b.neighbours.send(a.node_id, DESIRED)
+    await sees(lambda: a.events.messages + b.events.messages == [DESIRED, BEAT])
+
+
+@played
+async def test_who_is_refused_hears_why_at_either_end(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    b.refusal = ProtocolError("mini was removed from this cluster", Code.REMOVED_NODE)
+    with pytest.raises(ProtocolError, match="mini was removed from this cluster") as refused:
         await a.dial(b)
-        await sees(lambda: len(a.events.links) == len(b.events.links) == 2)
-        here, there = a.neighbours.to(b.node_id), b.neighbours.to(a.node_id)
-        assert here is not None
-        assert there is not None
-        assert (here.dialled, there.dialled) == (True, False)
-        here.close()
-        await sees(lambda: len(a.neighbours.links()) == len(b.neighbours.links()) == 1)
-        assert a.neighbours.nodes() == {b.node_id}
-        a.neighbours.send(b.node_id, BEAT)
-        b.neighbours.send(a.node_id, DESIRED)
-        await sees(lambda: a.events.messages + b.events.messages == [DESIRED, BEAT])
-
-    play(tmp_path, story)
-
-
-def test_who_is_refused_hears_why_at_either_end(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        b.refusal = ProtocolError("mini was removed from this cluster", Code.REMOVED_NODE)
-        with pytest.raises(ProtocolError, match="mini was removed from this cluster") as refused:
-            await a.dial(b)
-        assert refused.value.code is Code.REMOVED_NODE
-        assert a.events.links == b.events.links == []
-        a.refusal, b.refusal = ProtocolError("mlx 1 there, mlx 2 here", Code.MISMATCH), None
-        with pytest.raises(ProtocolError, match="mlx 1 there"):
-            await a.dial(b)
-        assert a.events.links == []
-        await sees(lambda: b.events.ends)  # it had welcomed us before
-        assert b.events.ends[0][1] is False
-
-    play(tmp_path, story)
-
-
-def test_a_link_that_is_not_wanted_after_all_ends_without_a_goodbye(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        b.events.welcome = False
+    assert refused.value.code is Code.REMOVED_NODE
+    assert a.events.links == b.events.links == []
+    a.refusal, b.refusal = ProtocolError("mlx 1 there, mlx 2 here", Code.MISMATCH), None
+    with pytest.raises(ProtocolError, match="mlx 1 there"):
         await a.dial(b)
-        await sees(lambda: a.events.ends)
-        assert a.events.ends[0][1] is False
-        assert b.neighbours.links() == ()
+    assert a.events.links == []
+    await sees(lambda: b.events.ends)  # it had welcomed us before
+    assert b.events.ends[0][1] is False
 
-    play(tmp_path, story)
+
+@played
+async def test_a_link_that_is_not_wanted_after_all_ends_without_a_goodbye(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    b.events.welcome = False
+    await a.dial(b)
+    await sees(lambda: a.events.ends)
+    assert a.events.ends[0][1] is False
+    assert b.neighbours.links() == ()
 
 
 HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
@@ -252,17 +248,16 @@ HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
     ],
     ids=["a beat", "another hello", "a goodbye", "an error", "noise", "a large frame", "silence"],
 )
-def test_who_does_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
+@played
+async def test_who_does_not_say_who_it_is(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
     monkeypatch.setattr(neighbours_module, "GREETING_S", 0.2)
-
-    async def story(stage: Stage) -> None:
-        reader, writer = await stage.a.streams(stage.b.port)
-        writer.write(greeting)
-        assert await reader.read() == b""
-        writer.close()
-        assert stage.b.events.links == []
-
-    play(tmp_path, story)
+    reader, writer = await stage.a.streams(stage.b.port)
+    writer.write(greeting)
+    assert await reader.read() == b""
+    writer.close()
+    assert stage.b.events.links == []
 
 
 @pytest.mark.parametrize(
@@ -276,99 +271,86 @@ def test_who_does_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
     ids=["a second hello", "a request", "a frame too late", "a frame too large", "noise"],
 )
-def test_who_breaks_the_rules_later_is_cut_off(tmp_path: Path, wrong: bytes) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        reader, writer = await a.streams(b.port)
-        writer.write(encode(a.hello, 0, 1))
-        await sees(lambda: b.events.links)
-        writer.write(wrong)
-        await sees(lambda: b.events.ends)
-        assert b.events.ends[0][1] is False
-        assert b.events.messages == []
-        while await reader.read(65536):
-            pass
-        writer.close()
-
-    play(tmp_path, story)
+@played
+async def test_who_breaks_the_rules_later_is_cut_off(stage: Stage, wrong: bytes) -> None:
+    a, b = stage.a, stage.b
+    reader, writer = await a.streams(b.port)
+    writer.write(encode(a.hello, 0, 1))
+    await sees(lambda: b.events.links)
+    writer.write(wrong)
+    await sees(lambda: b.events.ends)
+    assert b.events.ends[0][1] is False
+    assert b.events.messages == []
+    while await reader.read(65536):
+        pass
+    writer.close()
 
 
-def test_frames_of_another_epoch_are_not_looked_at(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        link = await stage.raw()
-        link.send(stage.a.hello)
-        await link.receive()
-        link._writer.write(encode(DESIRED, 5, 2))
-        link.send(BEAT)
-        await sees(lambda: stage.b.events.messages == [BEAT])
-        link.close()
-
-    play(tmp_path, story)
+@played
+async def test_frames_of_another_epoch_are_not_looked_at(stage: Stage) -> None:
+    link = await stage.raw()
+    link.send(stage.a.hello)
+    await link.receive()
+    link._writer.write(encode(DESIRED, 5, 2))
+    link.send(BEAT)
+    await sees(lambda: stage.b.events.messages == [BEAT])
+    link.close()
 
 
-def test_a_full_hand_of_large_messages_arrives_in_order(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        await a.dial(b)
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
-        sent: list[Message] = []
-        for number in range(1, 200):
-            sent += [Members(entries), Prepare(number, 1, "", "tiny")]
-        for message in sent:
-            a.neighbours.send(b.node_id, message)
-        await sees(lambda: b.events.messages == sent)
-
-    play(tmp_path, story)
+@played
+async def test_a_full_hand_of_large_messages_arrives_in_order(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    await a.dial(b)
+    entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
+    sent: list[Message] = []
+    for number in range(1, 200):
+        sent += [Members(entries), Prepare(number, 1, "", "tiny")]
+    for message in sent:
+        a.neighbours.send(b.node_id, message)
+    await sees(lambda: b.events.messages == sent)
 
 
-def test_an_agent_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours_module, "MAX_UNSENT_BYTES", 100_000)
-
-    async def story(stage: Stage) -> None:
-        link = await stage.raw()
-        link.send(stage.a.hello)
-        await link.receive()
-        link._writer.transport.pause_reading()  # type: ignore[attr-defined]
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
-        while not stage.b.events.ends:
-            stage.b.neighbours.broadcast(Members(entries))
-            await asyncio.sleep(0)
-        assert stage.b.neighbours.nodes() == frozenset()
-        link._writer.transport.abort()
-
-    play(tmp_path, story)
+    link = await stage.raw()
+    link.send(stage.a.hello)
+    await link.receive()
+    link._writer.transport.pause_reading()  # type: ignore[attr-defined]
+    entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
+    while not stage.b.events.ends:
+        stage.b.neighbours.broadcast(Members(entries))
+        await asyncio.sleep(0)
+    assert stage.b.neighbours.nodes() == frozenset()
+    link._writer.transport.abort()
 
 
-def test_a_link_that_breaks_and_one_that_ends_with_an_error(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        b = stage.b
-        link = await stage.raw()
-        link.send(stage.a.hello)
-        await sees(lambda: b.events.links)
-        link._writer.transport.abort()
-        await sees(lambda: b.events.ends)
-        assert b.events.ends == [("control link: the agent that called is gone, in state open", False)]
-        link = await stage.raw()
-        link.send(stage.a.hello)
-        await link.receive()
-        link.send(Error(Code.DUPLICATE_NODE, "two Macs are one", 0))
-        await sees(lambda: len(b.events.ends) == 2)
-        assert b.events.messages == [Error(Code.DUPLICATE_NODE, "two Macs are one", 0)]
-        assert b.events.ends[1] == ("two Macs are one", False)
-        link.close()
-
-    play(tmp_path, story)
+@played
+async def test_a_link_that_breaks_and_one_that_ends_with_an_error(stage: Stage) -> None:
+    b = stage.b
+    link = await stage.raw()
+    link.send(stage.a.hello)
+    await sees(lambda: b.events.links)
+    link._writer.transport.abort()
+    await sees(lambda: b.events.ends)
+    assert b.events.ends == [("control link: the agent that called is gone, in state open", False)]
+    link = await stage.raw()
+    link.send(stage.a.hello)
+    await link.receive()
+    link.send(Error(Code.DUPLICATE_NODE, "two Macs are one", 0))
+    await sees(lambda: len(b.events.ends) == 2)
+    assert b.events.messages == [Error(Code.DUPLICATE_NODE, "two Macs are one", 0)]
+    assert b.events.ends[1] == ("two Macs are one", False)
+    link.close()
 
 
-def test_what_is_said_together_with_the_hello_is_heard_after_it(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
-        words = (b.hello, BEAT, DESIRED)
-        b.in_one_breath = b"".join(encode(each, 0, number) for number, each in enumerate(words, 1))
-        await a.dial(b)
-        await sees(lambda: a.events.messages == [BEAT, DESIRED])
-
-    play(tmp_path, story)
+@played
+async def test_what_is_said_together_with_the_hello_is_heard_after_it(stage: Stage) -> None:
+    a, b = stage.a, stage.b
+    words = (b.hello, BEAT, DESIRED)
+    b.in_one_breath = b"".join(encode(each, 0, number) for number, each in enumerate(words, 1))
+    await a.dial(b)
+    await sees(lambda: a.events.messages == [BEAT, DESIRED])
 
 
 COSTS = st.lists(st.tuples(st.floats(1e-5, 1.5), st.floats(0.0, 3.0)), max_size=200)
@@ -401,40 +383,37 @@ def test_a_member_takes_its_share_of_the_cpu_whatever_it_sends_and_however_often
     assert now - began > (MOST_S - FREE_S) / SHARE, "it is read slower first"
 
 
-def test_a_member_that_floods_is_read_slower_then_cut_and_kept_out_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@played
+async def test_a_member_that_floods_is_read_slower_then_cut_and_kept_out_for_a_while(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, seconds in (("SHARE", 0.05), ("FREE_S", 0.1), ("MOST_S", 0.2), ("CALL_S", 0.0)):
         monkeypatch.setattr(neighbours_module, name, seconds)
     caplog.set_level(logging.WARNING)
+    a, b = stage.a, stage.b
 
-    async def story(stage: Stage) -> None:
-        a, b = stage.a, stage.b
+    def slow(_link: ControlLink, _message: Message) -> None:
+        until = time.thread_time() + 0.004
+        while time.thread_time() < until:
+            pass
 
-        def slow(_link: ControlLink, _message: Message) -> None:
-            until = time.thread_time() + 0.004
-            while time.thread_time() < until:
-                pass
-
-        b.neighbours.on(slow, Deployments)
+    b.neighbours.on(slow, Deployments)
+    await a.dial(b)
+    await sees(lambda: b.events.links)
+    began, behind = time.monotonic(), False
+    for _ in range(2000):
+        a.neighbours.broadcast(DESIRED)
+    while not b.events.ends:
+        before = time.thread_time()
+        await asyncio.sleep(0.001)
+        assert time.thread_time() - before < 0.1, "other links have their turn after each message"
+        behind = behind or b.neighbours.shares.refusal(a.node_id) is not None
+    assert behind
+    assert len(b.events.messages) * 0.004 < 0.05 * (time.monotonic() - began) + 0.3
+    assert "CPU time beyond a member's share of 5%; it may be faulty" in caplog.text
+    await sees(lambda: a.events.ends)
+    assert "CPU time" in a.events.ends[0][0]
+    with pytest.raises(ProtocolError, match="took more than 5% of this Mac's CPU time"):
         await a.dial(b)
-        await sees(lambda: b.events.links)
-        began, behind = time.monotonic(), False
-        for _ in range(2000):
-            a.neighbours.broadcast(DESIRED)
-        while not b.events.ends:
-            before = time.thread_time()
-            await asyncio.sleep(0.001)
-            assert time.thread_time() - before < 0.1, "other links have their turn after each message"
-            behind = behind or b.neighbours.shares.refusal(a.node_id) is not None
-        assert behind
-        assert len(b.events.messages) * 0.004 < 0.05 * (time.monotonic() - began) + 0.3
-        assert "CPU time beyond a member's share of 5%; it may be faulty" in caplog.text
-        await sees(lambda: a.events.ends)
-        assert "CPU time" in a.events.ends[0][0]
-        with pytest.raises(ProtocolError, match="took more than 5% of this Mac's CPU time"):
-            await a.dial(b)
-        await sees(lambda: not b.neighbours.shares.refusal(a.node_id))
-        await a.dial(b)
-
-    play(tmp_path, story)
+    await sees(lambda: not b.neighbours.shares.refusal(a.node_id))
+    await a.dial(b)

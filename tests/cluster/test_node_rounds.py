@@ -15,6 +15,10 @@ from mlxtp.groups.health import ServingState
 
 from ..groups.one_node import GROUP, alone
 from ..groups.scenes import run
+from ..played import as_test
+
+ran = as_test(lambda story: run(story()), passes=0)
+
 
 MINUTE = 60.0
 
@@ -29,39 +33,35 @@ def rounds_of(parts: AgentParts, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("state", [ServingState.READY, ServingState.IDLE])
-def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state: ServingState) -> None:
-    async def story() -> None:
-        parts = alone(tmp_path)
-        ready = state is ServingState.READY
-        group = parts.groups.known(GROUP) if ready else parts.groups.shown
-        status = group.supervisor.status
-        status.in_epoch = ready
-        try:
-            status.state = state
-            rounds_of(parts, LEAST_S)
-            pulse = parts.node.leadership.beat(healthy=True).pulse
-            assert rounds_of(parts, MINUTE) <= MINUTE / 5
-            assert parts.node.leadership.beat(healthy=True).pulse == pulse + 1
-            assert parts.groups.shown is group
-            assert status.state is state
-        finally:
-            await parts.close()
-
-    run(story())
+@ran
+async def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state: ServingState) -> None:
+    parts = alone(tmp_path)
+    ready = state is ServingState.READY
+    group = parts.groups.known(GROUP) if ready else parts.groups.shown
+    status = group.supervisor.status
+    status.in_epoch = ready
+    try:
+        status.state = state
+        rounds_of(parts, LEAST_S)
+        pulse = parts.node.leadership.beat(healthy=True).pulse
+        assert rounds_of(parts, MINUTE) <= MINUTE / 5
+        assert parts.node.leadership.beat(healthy=True).pulse == pulse + 1
+        assert parts.groups.shown is group
+        assert status.state is state
+    finally:
+        await parts.close()
 
 
-def test_an_agent_alone_makes_rounds_while_a_group_is_formed(tmp_path: Path) -> None:
-    async def story() -> None:
-        parts = alone(tmp_path)
-        status = parts.groups.known(GROUP).supervisor.status
-        status.in_epoch = True
-        try:
-            status.state = ServingState.FORMING
-            assert rounds_of(parts, MINUTE) >= MINUTE
-        finally:
-            await parts.close()
-
-    run(story())
+@ran
+async def test_an_agent_alone_makes_rounds_while_a_group_is_formed(tmp_path: Path) -> None:
+    parts = alone(tmp_path)
+    status = parts.groups.known(GROUP).supervisor.status
+    status.in_epoch = True
+    try:
+        status.state = ServingState.FORMING
+        assert rounds_of(parts, MINUTE) >= MINUTE
+    finally:
+        await parts.close()
 
 
 def test_an_interval_begins_no_round_while_it_is_not_needed() -> None:

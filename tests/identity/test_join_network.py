@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from mlxtp.wire.tls import (
     member_context_server,
 )
 
+from ..played import as_test
 from ..wire.members import Member, founder, member_of
 
 TIMEOUT_S = 5.0
@@ -140,106 +141,93 @@ async def join(port: int, identity: Identity, token: str | JoinToken) -> Granted
     return await ask_to_join("127.0.0.1", port, joiner(identity, token), TIMEOUT_S)
 
 
-def play(story: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(story())
+played = as_test(lambda story: asyncio.run(story()), passes=0)
 
 
 # --- two Macs ---------------------------------------------------------------------------------------
 
 
-def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first)) as house:
-            store, identity = macs.new()
-            granted = await join(house.port, identity, house.token())
-            assert await house.outcomes.get() == Admitted(identity.node_id, "mini", identity.fingerprint)
-            assert granted.peers == (f"127.0.0.1:{house.port}",)
-            joined = store.save_membership(granted.membership)
-            assert joined.cluster_id == macs.first.identity.cluster_id
-            context = member_context_client(store.credentials, ALPN_CONTROL)
-            _, writer = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, TIMEOUT_S)
-            peer = await house.controllers.get()
-            assert peer.identity is not None
-            assert (peer.identity.node_id, peer.identity.fingerprint) == (
-                identity.node_id,
-                identity.fingerprint,
-            )
-            writer.close()
-
-    play(story)
+@played
+async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
+    async with listening(House(macs.first)) as house:
+        store, identity = macs.new()
+        granted = await join(house.port, identity, house.token())
+        assert await house.outcomes.get() == Admitted(identity.node_id, "mini", identity.fingerprint)
+        assert granted.peers == (f"127.0.0.1:{house.port}",)
+        joined = store.save_membership(granted.membership)
+        assert joined.cluster_id == macs.first.identity.cluster_id
+        context = member_context_client(store.credentials, ALPN_CONTROL)
+        _, writer = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, TIMEOUT_S)
+        peer = await house.controllers.get()
+        assert peer.identity is not None
+        assert (peer.identity.node_id, peer.identity.fingerprint) == (
+            identity.node_id,
+            identity.fingerprint,
+        )
+        writer.close()
 
 
-def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first)) as house:
-            token = house.token()
+@played
+async def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
+    async with listening(House(macs.first)) as house:
+        token = house.token()
+        await join(house.port, macs.new()[1], token)
+        with pytest.raises(UserError, match="was used before; each token admits one Mac") as caught:
             await join(house.port, macs.new()[1], token)
-            with pytest.raises(UserError, match="was used before; each token admits one Mac") as caught:
-                await join(house.port, macs.new()[1], token)
-            assert caught.value.code is Code.JOIN_REFUSED
-            await house.outcomes.get()
-            assert await house.outcomes.get() is None
-
-    play(story)
+        assert caught.value.code is Code.JOIN_REFUSED
+        await house.outcomes.get()
+        assert await house.outcomes.get() is None
 
 
-def test_an_expired_token(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first)) as house:
-            token = house.token()
-            house.now += LIFE_S + 42
-            with pytest.raises(UserError, match="expired 42 s ago; make a new one with `mlxtp token`"):
-                await join(house.port, macs.new()[1], token)
-
-    play(story)
+@played
+async def test_an_expired_token(macs: Macs) -> None:
+    async with listening(House(macs.first)) as house:
+        token = house.token()
+        house.now += LIFE_S + 42
+        with pytest.raises(UserError, match="expired 42 s ago; make a new one with `mlxtp token`"):
+            await join(house.port, macs.new()[1], token)
 
 
-def test_five_failures_kill_a_token(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first)) as house:
-            token = read_token(house.token())
+@played
+async def test_five_failures_kill_a_token(macs: Macs) -> None:
+    async with listening(House(macs.first)) as house:
+        token = read_token(house.token())
 
-            class Guess(JoinToken):
-                @property
-                def key(self) -> bytes:
-                    return bytes(32)
+        class Guess(JoinToken):
+            @property
+            def key(self) -> bytes:
+                return bytes(32)
 
-            for _ in range(MAX_FAILURES):
-                guess = Guess(token.cluster_id, token.authority_hash, token.secret)
-                with pytest.raises(UserError, match="is not known here, or its proof is wrong"):
-                    await join(house.port, macs.new()[1], guess)
-            with pytest.raises(UserError, match="is blocked after 5 wrong attempts"):
-                await join(house.port, macs.new()[1], token)
-
-    play(story)
+        for _ in range(MAX_FAILURES):
+            guess = Guess(token.cluster_id, token.authority_hash, token.secret)
+            with pytest.raises(UserError, match="is not known here, or its proof is wrong"):
+                await join(house.port, macs.new()[1], guess)
+        with pytest.raises(UserError, match="is blocked after 5 wrong attempts"):
+            await join(house.port, macs.new()[1], token)
 
 
-def test_a_token_from_before_the_agent_was_restarted(macs: Macs) -> None:
-    async def story() -> None:
-        token = House(macs.first).token()
-        async with listening(House(macs.first)) as house:
-            with pytest.raises(UserError, match="is not known here"):
-                await join(house.port, macs.new()[1], token)
-
-    play(story)
+@played
+async def test_a_token_from_before_the_agent_was_restarted(macs: Macs) -> None:
+    token = House(macs.first).token()
+    async with listening(House(macs.first)) as house:
+        with pytest.raises(UserError, match="is not known here"):
+            await join(house.port, macs.new()[1], token)
 
 
-def test_a_member_that_is_not_the_first_sends_the_joiner_there(macs: Macs) -> None:
-    async def story() -> None:
-        second = member_of(macs.first, macs.folder)
-        async with listening(House(macs.first)) as first:
-            offer = redirect(
-                second.membership.authority, secrets.token_bytes(32), "studio", (f"127.0.0.1:{first.port}",)
-            )
-            async with listening(House(second, elsewhere=offer)) as house:
-                identity, token = macs.new()[1], first.token()
-                with pytest.raises(AskElsewhere, match="studio can, at") as caught:
-                    await join(house.port, identity, token)
-                assert isinstance(await house.outcomes.get(), LinkError)
-                (address,) = caught.value.addresses
-                await join(int(address.rpartition(":")[2]), identity, token)
-
-    play(story)
+@played
+async def test_a_member_that_is_not_the_first_sends_the_joiner_there(macs: Macs) -> None:
+    second = member_of(macs.first, macs.folder)
+    async with listening(House(macs.first)) as first:
+        offer = redirect(
+            second.membership.authority, secrets.token_bytes(32), "studio", (f"127.0.0.1:{first.port}",)
+        )
+        async with listening(House(second, elsewhere=offer)) as house:
+            identity, token = macs.new()[1], first.token()
+            with pytest.raises(AskElsewhere, match="studio can, at") as caught:
+                await join(house.port, identity, token)
+            assert isinstance(await house.outcomes.get(), LinkError)
+            (address,) = caught.value.addresses
+            await join(int(address.rpartition(":")[2]), identity, token)
 
 
 # --- who is not what it says ------------------------------------------------------------------------
@@ -291,7 +279,7 @@ def hears_nothing(
                 await join(port, macs.new()[1], token)
             assert await heard == b""
 
-    play(story)
+    asyncio.run(story())
 
 
 def test_a_joiner_says_nothing_to_another_cluster(macs: Macs) -> None:
@@ -310,81 +298,69 @@ def test_a_joiner_says_nothing_to_who_passes_on_the_offer_of_its_cluster(macs: M
     hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
 
 
-def test_a_joiner_says_nothing_before_it_is_offered_something(macs: Macs) -> None:
+@played
+async def test_a_joiner_says_nothing_before_it_is_offered_something(macs: Macs) -> None:
     context = member_context_server(macs.first.credentials)
     error = "may not send Ping in state new"
-
-    async def story() -> None:
-        async with impostor(context, Ping()) as (port, heard), asyncio.timeout(TIMEOUT_S):
-            with pytest.raises(RemoteProtocolError, match=error):
-                await join(port, macs.new()[1], House(macs.first).token())
-            assert await heard == b""
-
-    play(story)
+    async with impostor(context, Ping()) as (port, heard), asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(RemoteProtocolError, match=error):
+            await join(port, macs.new()[1], House(macs.first).token())
+        assert await heard == b""
 
 
-def test_a_joiner_does_speak_to_a_member_of_its_cluster(macs: Macs) -> None:
+@played
+async def test_a_joiner_does_speak_to_a_member_of_its_cluster(macs: Macs) -> None:
     """So that the silence above means something."""
-
-    async def story() -> None:
-        context = member_context_server(macs.first.credentials)
-        async with impostor(context, offer_of(macs.first)) as (port, heard):
-            asking = asyncio.create_task(
-                ask_to_join("127.0.0.1", port, joiner(macs.new()[1], House(macs.first).token()), 0.3)
-            )
-            with pytest.raises(LinkError, match=r"did not answer within 0\.3 s") as caught:
-                await asking
-            assert caught.value.code is Code.LINK_TIMEOUT
-            assert len(await heard) > 300
-
-    play(story)
+    context = member_context_server(macs.first.credentials)
+    async with impostor(context, offer_of(macs.first)) as (port, heard):
+        asking = asyncio.create_task(
+            ask_to_join("127.0.0.1", port, joiner(macs.new()[1], House(macs.first).token()), 0.3)
+        )
+        with pytest.raises(LinkError, match=r"did not answer within 0\.3 s") as caught:
+            await asking
+        assert caught.value.code is Code.LINK_TIMEOUT
+        assert len(await heard) > 300
 
 
-def test_a_joiner_that_does_not_ask(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first, deadline_s=0.1)) as house:
+@played
+async def test_a_joiner_that_does_not_ask(macs: Macs) -> None:
+    async with listening(House(macs.first, deadline_s=0.1)) as house:
+        reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
+        error = await house.outcomes.get()
+        assert isinstance(error, LinkError)
+        assert error.code is Code.LINK_TIMEOUT
+        await reader.read()
+        writer.close()
+
+
+@played
+async def test_a_joiner_that_breaks_the_rules(macs: Macs) -> None:
+    async with listening(House(macs.first)) as house:
+        for said, code in (
+            (encode(Ping(), 0, 1), Code.OUT_OF_ORDER),
+            (b"GET / HTTP/1.1\r\n", Code.FRAME_OVERSIZE),
+            (b"\0\0\x10\1", Code.FRAME_OVERSIZE),
+        ):
             reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
+            writer.write(said)
             error = await house.outcomes.get()
-            assert isinstance(error, LinkError)
-            assert error.code is Code.LINK_TIMEOUT
+            assert isinstance(error, RemoteProtocolError)
+            assert error.code is code
             await reader.read()
             writer.close()
 
-    play(story)
 
-
-def test_a_joiner_that_breaks_the_rules(macs: Macs) -> None:
-    async def story() -> None:
-        async with listening(House(macs.first)) as house:
-            for said, code in (
-                (encode(Ping(), 0, 1), Code.OUT_OF_ORDER),
-                (b"GET / HTTP/1.1\r\n", Code.FRAME_OVERSIZE),
-                (b"\0\0\x10\1", Code.FRAME_OVERSIZE),
-            ):
-                reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
-                writer.write(said)
-                error = await house.outcomes.get()
-                assert isinstance(error, RemoteProtocolError)
-                assert error.code is code
-                await reader.read()
-                writer.close()
-
-    play(story)
-
-
-def test_a_joiner_that_asks_who_told_it_to_go_elsewhere(macs: Macs) -> None:
-    async def story() -> None:
-        second = member_of(macs.first, macs.folder)
-        offer = redirect(second.membership.authority, secrets.token_bytes(32), "studio", ())
-        async with listening(House(second, elsewhere=offer)) as house:
-            reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
-            connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.LOWER, 0))
-            await connection.receive()
-            asking = joiner(macs.new()[1], House(macs.first).token())
-            certificate = writer.get_extra_info("ssl_object").getpeercert(True)
-            connection.send(asking.on_offer(offer_of(second), certificate))
-            error = await house.outcomes.get()
-            assert isinstance(error, RemoteProtocolError)
-            connection.close()
-
-    play(story)
+@played
+async def test_a_joiner_that_asks_who_told_it_to_go_elsewhere(macs: Macs) -> None:
+    second = member_of(macs.first, macs.folder)
+    offer = redirect(second.membership.authority, secrets.token_bytes(32), "studio", ())
+    async with listening(House(second, elsewhere=offer)) as house:
+        reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
+        connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.LOWER, 0))
+        await connection.receive()
+        asking = joiner(macs.new()[1], House(macs.first).token())
+        certificate = writer.get_extra_info("ssl_object").getpeercert(True)
+        connection.send(asking.on_offer(offer_of(second), certificate))
+        error = await house.outcomes.get()
+        assert isinstance(error, RemoteProtocolError)
+        connection.close()

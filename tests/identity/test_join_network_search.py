@@ -26,6 +26,7 @@ from mlxtp.wire.certificates import Authority, authority_hash, new_key
 from ..cluster.test_control_port import House
 from ..groups.one_node import by_hand
 from ..groups.scenes import run, sees, within
+from ..played import as_test
 from ..wire.members import founder, member_of
 
 
@@ -93,31 +94,31 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street]
         run(scene())
 
 
-def test_a_false_announcement_keeps_no_mac_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+played = as_test(play, "tmp_path", "monkeypatch")
+
+
+@played
+async def test_a_false_announcement_keeps_no_mac_out(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is all that is heard at first."""
+    doorman = street.other.door._acceptor
+    attend, attended = doorman._on_connection, asyncio.Event()
 
-    async def story(street: Street) -> None:
-        doorman = street.other.door._acceptor
-        attend, attended = doorman._on_connection, asyncio.Event()
+    async def note(*connection: Any) -> None:
+        try:
+            await attend(*connection)
+        finally:
+            attended.set()
 
-        async def note(*connection: Any) -> None:
-            try:
-                await attend(*connection)
-            finally:
-                attended.set()
-
-        monkeypatch.setattr(doorman, "_on_connection", note)
-        street.announce(street.other.port)
-        entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
-        await attended.wait()
-        street.announce(street.house.port)
-        entered = await entering_
-        assert entered.joined
-        assert entered.identity.cluster_id == street.cluster_id
-        node_id = entered.identity.node_id
-        await sees(lambda: node_id in street.house.node.parts.node.replica.roster.members())
-
-    play(tmp_path, monkeypatch, story)
+    monkeypatch.setattr(doorman, "_on_connection", note)
+    street.announce(street.other.port)
+    entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
+    await attended.wait()
+    street.announce(street.house.port)
+    entered = await entering_
+    assert entered.joined
+    assert entered.identity.cluster_id == street.cluster_id
+    node_id = entered.identity.node_id
+    await sees(lambda: node_id in street.house.node.parts.node.replica.roster.members())
 
 
 def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,27 +137,23 @@ def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch
     play(tmp_path, monkeypatch, story)
 
 
-def test_a_token_is_brought_to_the_holder_that_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def story(street: Street) -> None:
-        """Only the first Mac announces itself. Another one holds the authority, too, and made the token."""
-        first, second = street.house.node.parts.node, street.member.node.parts.node
-        second.identity = second.introduction.identity = replace(
-            second.identity, authority=first.identity.authority
-        )
-        second.enrolment.hold(second.identity)
-        first.enrolment.admit(second.node_id, "second", second.identity.fingerprint)
-        for here, there in ((first, second), (second, first)):
-            for members in there.replica.roster.messages():
-                here.enrolment.received(cast(Any, None), members)
-        first.peer_info.addresses[second.node_id] = (f"127.0.0.1:{street.member.port}",)
-        street.announce(street.house.port)
-        entered = await street.enter(await street.member.node.parts.tokens.token())
-        assert entered.joined
-        await sees(lambda: entered.identity.node_id in second.replica.roster.members())
-
-    play(tmp_path, monkeypatch, story)
+@played
+async def test_a_token_is_brought_to_the_holder_that_made_it(street: Street) -> None:
+    """Only the first Mac announces itself. Another one holds the authority, too, and made the token."""
+    first, second = street.house.node.parts.node, street.member.node.parts.node
+    second.identity = second.introduction.identity = replace(
+        second.identity, authority=first.identity.authority
+    )
+    second.enrolment.hold(second.identity)
+    first.enrolment.admit(second.node_id, "second", second.identity.fingerprint)
+    for here, there in ((first, second), (second, first)):
+        for members in there.replica.roster.messages():
+            here.enrolment.received(cast(Any, None), members)
+    first.peer_info.addresses[second.node_id] = (f"127.0.0.1:{street.member.port}",)
+    street.announce(street.house.port)
+    entered = await street.enter(await street.member.node.parts.tokens.token())
+    assert entered.joined
+    await sees(lambda: entered.identity.node_id in second.replica.roster.members())
 
 
 def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
@@ -214,19 +211,17 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     play(tmp_path, monkeypatch, story)
 
 
-def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_with_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_with_another(
+    street: Street,
 ) -> None:
-    async def story(street: Street) -> None:
-        own, other = [await each.node.parts.tokens.token() for each in (street.house, street.other)]
-        member = street.member.member
-        settings = Settings(street._home(), "", 0, 1, "tiny", cluster=True, join=own)
-        entered = await enter(settings, member.store, lambda: pytest.fail("it is a member"))
-        assert (entered.identity.node_id, entered.joined) == (member.identity.node_id, False)
-        with pytest.raises(ConfigError, match=r"is a member of cluster .*, the token is for"):
-            await enter(replace(settings, join=other), member.store, lambda: None)
-
-    play(tmp_path, monkeypatch, story)
+    own, other = [await each.node.parts.tokens.token() for each in (street.house, street.other)]
+    member = street.member.member
+    settings = Settings(street._home(), "", 0, 1, "tiny", cluster=True, join=own)
+    entered = await enter(settings, member.store, lambda: pytest.fail("it is a member"))
+    assert (entered.identity.node_id, entered.joined) == (member.identity.node_id, False)
+    with pytest.raises(ConfigError, match=r"is a member of cluster .*, the token is for"):
+        await enter(replace(settings, join=other), member.store, lambda: None)
 
 
 @pytest.mark.slow

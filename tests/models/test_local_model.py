@@ -20,6 +20,7 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
 from ..groups.scenes import run, sees, within
+from ..played import as_test
 
 PACKED = b"facts of a model"
 
@@ -121,6 +122,9 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
+played = as_test(play, "tmp_path")
+
+
 def print_of(name: str) -> str:
     return f"{name:0>64}"
 
@@ -130,41 +134,38 @@ def found(name: str, fingerprint: str = "", revision: str = "", weight_mib: int 
     return ModelStatus(name, fingerprint or print_of(name), "", revision, weight_mib, PACKED)
 
 
-def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
+@played
+async def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(
+    stage: Stage, tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "model.safetensors").write_bytes(bytes((1 << 20) + 1))
-
-    async def story(stage: Stage) -> None:
-        with pytest.raises(ModelError, match="one is not wanted here"):
-            stage.models.folder("one")
-        stage.want("one", 3)
-        with pytest.raises(ModelError, match="one is still being looked for") as early:
-            stage.models.folder("one")
-        assert early.value.code is Code.MODEL_NOT_FOUND
-        await stage.has("one")
-        assert stage.changes == [ModelStatus("one", "", ""), found("one", weight_mib=2)]
-        assert stage.models.folder("one") == tmp_path / "one"
-        assert stage.opened == [("one", "draft")]
-        with pytest.raises(ModelError, match="two is not wanted here"):
-            stage.models.folder("two")
-
-    play(tmp_path, story)
+    with pytest.raises(ModelError, match="one is not wanted here"):
+        stage.models.folder("one")
+    stage.want("one", 3)
+    with pytest.raises(ModelError, match="one is still being looked for") as early:
+        stage.models.folder("one")
+    assert early.value.code is Code.MODEL_NOT_FOUND
+    await stage.has("one")
+    assert stage.changes == [ModelStatus("one", "", ""), found("one", weight_mib=2)]
+    assert stage.models.folder("one") == tmp_path / "one"
+    assert stage.opened == [("one", "draft")]
+    with pytest.raises(ModelError, match="two is not wanted here"):
+        stage.models.folder("two")
 
 
-def test_a_model_that_cannot_be_described_is_none_for_ranks(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.undescribed["one"] = "config.json lacks hidden_size"
-        stage.want("one", 3)
-        await sees(lambda: stage.model.problem)
-        assert stage.changes[-1] == ModelStatus("one", "", "config.json lacks hidden_size")
-        with pytest.raises(ModelError, match="lacks hidden_size"):
-            stage.models.folder("one")
-        del stage.undescribed["one"]
-        stage.want("one", 4)
-        await stage.has("one")
-        assert stage.model.shape.name == "one"
-
-    play(tmp_path, story)
+@played
+async def test_a_model_that_cannot_be_described_is_none_for_ranks(stage: Stage) -> None:
+    stage.undescribed["one"] = "config.json lacks hidden_size"
+    stage.want("one", 3)
+    await sees(lambda: stage.model.problem)
+    assert stage.changes[-1] == ModelStatus("one", "", "config.json lacks hidden_size")
+    with pytest.raises(ModelError, match="lacks hidden_size"):
+        stage.models.folder("one")
+    del stage.undescribed["one"]
+    stage.want("one", 4)
+    await stage.has("one")
+    assert stage.model.shape.name == "one"
 
 
 def test_files_of_weights_that_are_not_read_are_named_once(
@@ -186,85 +187,79 @@ def test_files_of_weights_that_are_not_read_are_named_once(
     assert caplog.messages == ["one: not in its index, and so not read: model.safetensors"]
 
 
-def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.want("one", 3)
-        await stage.has("one")
-        stage.want("one", 4, pinned=False)
-        assert stage.model.status == stage.changes[-1] == found("one")
-        assert stage.models.folder("one") == tmp_path / "one", "an epoch was begun for it"
-        assert len(stage.opened) == 1
-        stage.want("two", 5)
-        await stage.has("two")
-        with pytest.raises(ModelError, match="one is not wanted here"):
-            stage.models.folder("one")
-
-    play(tmp_path, story)
+@played
+async def test_a_newer_choice_of_the_same_model_finds_it_there(stage: Stage, tmp_path: Path) -> None:
+    stage.want("one", 3)
+    await stage.has("one")
+    stage.want("one", 4, pinned=False)
+    assert stage.model.status == stage.changes[-1] == found("one")
+    assert stage.models.folder("one") == tmp_path / "one", "an epoch was begun for it"
+    assert len(stage.opened) == 1
+    stage.want("two", 5)
+    await stage.has("two")
+    with pytest.raises(ModelError, match="one is not wanted here"):
+        stage.models.folder("one")
 
 
-def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.gates = {name: asyncio.Event() for name in ("one", "two")}
-        stage.want("one", 1)
-        await sees(lambda: stage.finding)
-        late = stage.model
-        stage.want("two", 2)
-        stage.gates["one"].set()
-        await sees(lambda: stage.finding == 1)
-        assert stage.model.status == ModelStatus("two", "", "")
-        stage.gates["two"].set()
-        await stage.has("two")
-        stage.want("", 3)
-        assert (stage.model.source, stage.model.status) == (None, ModelStatus("", "", ""))
-        assert found("one") not in stage.changes
-        stage.changes.clear()
-        stage.models._report(late)
-        assert stage.changes == [], "the others would take it for the result of a later search"
-
-    play(tmp_path, story)
+@played
+async def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(stage: Stage) -> None:
+    stage.gates = {name: asyncio.Event() for name in ("one", "two")}
+    stage.want("one", 1)
+    await sees(lambda: stage.finding)
+    late = stage.model
+    stage.want("two", 2)
+    stage.gates["one"].set()
+    await sees(lambda: stage.finding == 1)
+    assert stage.model.status == ModelStatus("two", "", "")
+    stage.gates["two"].set()
+    await stage.has("two")
+    stage.want("", 3)
+    assert (stage.model.source, stage.model.status) == (None, ModelStatus("", "", ""))
+    assert found("one") not in stage.changes
+    stage.changes.clear()
+    stage.models._report(late)
+    assert stage.changes == [], "the others would take it for the result of a later search"
 
 
-def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        coming = asyncio.Event()
+@played
+async def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(
+    stage: Stage, tmp_path: Path
+) -> None:
+    coming = asyncio.Event()
 
-        async def get(name: str) -> Path:
-            await coming.wait()
-            return Path(name)
+    async def get(name: str) -> Path:
+        await coming.wait()
+        return Path(name)
 
-        stage.models = models = stage.local_models("draft", get)
-        stage.errors["missing"] = ModelError("missing is not here", Code.MODEL_NOT_FOUND)
-        models.want({"missing": True, "org/large": True})
-        await sees(lambda: models.of("missing").problem)
-        with pytest.raises(ModelError, match="missing is not here"):
-            models.folder("missing")
-        with pytest.raises(ModelError, match="org/large is still being looked for"):
-            models.folder("org/large")
-        both = (ModelStatus("missing", "", "missing is not here"), ModelStatus("org/large", "", ""))
-        assert stage.published == both
-        coming.set()
-        await sees(lambda: models.of("org/large").source)
-        assert models.of("missing").problem == "missing is not here"
-        models.want({"org/large": False})
-        assert models.folder("org/large") == tmp_path / "org/large"
-        assert len(stage.opened) == 1, "its result stays while it is wanted"
-        with pytest.raises(ModelError, match="missing is not wanted here"):
-            models.folder("missing")
-        assert stage.closed == []
-        models.want({})
-        assert stage.published == ()
-        await sees(lambda: stage.closed == ["org/large"])
-
-    play(tmp_path, story)
+    stage.models = models = stage.local_models("draft", get)
+    stage.errors["missing"] = ModelError("missing is not here", Code.MODEL_NOT_FOUND)
+    models.want({"missing": True, "org/large": True})
+    await sees(lambda: models.of("missing").problem)
+    with pytest.raises(ModelError, match="missing is not here"):
+        models.folder("missing")
+    with pytest.raises(ModelError, match="org/large is still being looked for"):
+        models.folder("org/large")
+    both = (ModelStatus("missing", "", "missing is not here"), ModelStatus("org/large", "", ""))
+    assert stage.published == both
+    coming.set()
+    await sees(lambda: models.of("org/large").source)
+    assert models.of("missing").problem == "missing is not here"
+    models.want({"org/large": False})
+    assert models.folder("org/large") == tmp_path / "org/large"
+    assert len(stage.opened) == 1, "its result stays while it is wanted"
+    with pytest.raises(ModelError, match="missing is not wanted here"):
+        models.folder("missing")
+    assert stage.closed == []
+    models.want({})
+    assert stage.published == ()
+    await sees(lambda: stage.closed == ["org/large"])
 
 
-def test_a_shape_that_a_member_made_up_costs_its_link(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        with pytest.raises(ProtocolError, match="the shape of two") as refused:
-            stage.models._check("a", ModelStatus("two", print_of("two"), "", shape=b"made up"))
-        assert refused.value.code is Code.FIELD_INVALID
-
-    play(tmp_path, story)
+@played
+async def test_a_shape_that_a_member_made_up_costs_its_link(stage: Stage) -> None:
+    with pytest.raises(ProtocolError, match="the shape of two") as refused:
+        stage.models._check("a", ModelStatus("two", print_of("two"), "", shape=b"made up"))
+    assert refused.value.code is Code.FIELD_INVALID
 
 
 @pytest.mark.parametrize(
@@ -275,28 +270,26 @@ def test_a_shape_that_a_member_made_up_costs_its_link(tmp_path: Path) -> None:
         (ValueError("embedded null byte"), "one: ValueError: embedded null byte"),
     ],
 )
-def test_why_it_is_not_there_is_told_and_it_may_come_later(
-    tmp_path: Path, error: Exception, problem: str
+@played
+async def test_why_it_is_not_there_is_told_and_it_may_come_later(
+    stage: Stage, error: Exception, problem: str
 ) -> None:
-    async def story(stage: Stage) -> None:
-        stage.errors["one"] = error
-        stage.want("one", 3)
-        await sees(lambda: len(stage.changes) > 1)
-        assert stage.changes[1:] == [ModelStatus("one", "", problem)]
-        with pytest.raises(ModelError) as refused:
-            stage.models.folder("one")
-        assert refused.value.detail == problem
-        stage.gates["one"] = asyncio.Event()
-        for _ in range(3):
-            stage.models.retry()
-        await sees(lambda: stage.finding)
-        assert stage.finding == 1, "one search at a time"
-        del stage.errors["one"]
-        stage.gates["one"].set()
-        await stage.has("one")
-        assert stage.model.status == found("one")
-
-    play(tmp_path, story)
+    stage.errors["one"] = error
+    stage.want("one", 3)
+    await sees(lambda: len(stage.changes) > 1)
+    assert stage.changes[1:] == [ModelStatus("one", "", problem)]
+    with pytest.raises(ModelError) as refused:
+        stage.models.folder("one")
+    assert refused.value.detail == problem
+    stage.gates["one"] = asyncio.Event()
+    for _ in range(3):
+        stage.models.retry()
+    await sees(lambda: stage.finding)
+    assert stage.finding == 1, "one search at a time"
+    del stage.errors["one"]
+    stage.gates["one"].set()
+    await stage.has("one")
+    assert stage.model.status == found("one")
 
 
 def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) -> None:
@@ -309,82 +302,71 @@ def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) ->
         assert in_folders(name, folders) == name
 
 
-def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(tmp_path: Path) -> None:
+@played
+async def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(stage: Stage) -> None:
     commit = "a" * 40
+    got: list[str] = []
 
-    async def story(stage: Stage) -> None:
-        got: list[str] = []
+    async def get(name: str) -> Path:
+        got.append(name)
+        return stage.home / commit
 
-        async def get(name: str) -> Path:
-            got.append(name)
-            return stage.home / commit
-
-        stage.models = stage.local_models("org/draft", get)
-        stage.want("org/one", 1)
-        await stage.has("org/one")
-        assert got == ["org/one", "org/draft"]
-        assert stage.model.status == found("org/one", print_of(commit), commit)
-
-    play(tmp_path, story)
+    stage.models = stage.local_models("org/draft", get)
+    stage.want("org/one", 1)
+    await stage.has("org/one")
+    assert got == ["org/one", "org/draft"]
+    assert stage.model.status == found("org/one", print_of(commit), commit)
 
 
-def test_no_member_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.want("one", 1)
-        await stage.has("one")
-        stage.models.retry()
-        stage.errors["org/two"] = ModelError("the Hub knows no such model")
-        stage.want("org/two", 2)
-        await sees(lambda: stage.model.problem)
-        before: Any = stage.model._search
-        stage.models.retry()
-        assert stage.model._search is before
-
-    play(tmp_path, story)
+@played
+async def test_no_member_looks_again_for_what_is_there_or_on_the_hub(stage: Stage) -> None:
+    stage.want("one", 1)
+    await stage.has("one")
+    stage.models.retry()
+    stage.errors["org/two"] = ModelError("the Hub knows no such model")
+    stage.want("org/two", 2)
+    await sees(lambda: stage.model.problem)
+    before: Any = stage.model._search
+    stage.models.retry()
+    assert stage.model._search is before
 
 
-def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.errors["org/two"] = ModelError("the Hub knows no such model")
-        stage.want("org/two", 2)
-        await sees(lambda: stage.model.problem)
-        del stage.errors["org/two"]
-        stage.want("org/two", 3)
-        assert stage.changes[-1] == ModelStatus("org/two", "", ""), "the others no longer see the old problem"
-        await stage.has("org/two")
-
-    play(tmp_path, story)
+@played
+async def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(stage: Stage) -> None:
+    stage.errors["org/two"] = ModelError("the Hub knows no such model")
+    stage.want("org/two", 2)
+    await sees(lambda: stage.model.problem)
+    del stage.errors["org/two"]
+    stage.want("org/two", 3)
+    assert stage.changes[-1] == ModelStatus("org/two", "", ""), "the others no longer see the old problem"
+    await stage.has("org/two")
 
 
-def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.errors["org/two"] = ModelError("the Hub knows no such model")
-        stage.want("org/two", 2)
-        await sees(lambda: stage.model.problem)
-        stage.models._files_arrived("org/other")
-        assert stage.model.problem
-        del stage.errors["org/two"]
-        stage.models._files_arrived("org/two")
-        await stage.has("org/two")
-        await sees(lambda: stage.model.fingerprint == print_of("two"))
-        opened = len(stage.opened)
-        stage.models._files_arrived("org/two")
-        await sees(lambda: stage.model._search is not None and stage.model._search.done())
-        assert len(stage.opened) == opened, "nothing is different"
-        stage.print = "6" * 64
-        stage.models._files_arrived("org/two")
-        await sees(lambda: stage.changes[-1] == found("org/two", "6" * 64))
-
-    play(tmp_path, story)
+@played
+async def test_files_that_came_or_were_repaired_are_looked_at_again(stage: Stage) -> None:
+    stage.errors["org/two"] = ModelError("the Hub knows no such model")
+    stage.want("org/two", 2)
+    await sees(lambda: stage.model.problem)
+    stage.models._files_arrived("org/other")
+    assert stage.model.problem
+    del stage.errors["org/two"]
+    stage.models._files_arrived("org/two")
+    await stage.has("org/two")
+    await sees(lambda: stage.model.fingerprint == print_of("two"))
+    opened = len(stage.opened)
+    stage.models._files_arrived("org/two")
+    await sees(lambda: stage.model._search is not None and stage.model._search.done())
+    assert len(stage.opened) == opened, "nothing is different"
+    stage.print = "6" * 64
+    stage.models._files_arrived("org/two")
+    await sees(lambda: stage.changes[-1] == found("org/two", "6" * 64))
 
 
-def test_a_model_is_downloaded_for_a_user_and_not_for_a_request(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.want("o/requested", 1, pinned=False)
-        await stage.has("o/requested")
-        assert stage.downloaded == []
-        stage.want("o/served", 2)
-        await stage.has("o/served")
-        assert stage.downloaded == ["o/served"]
-
-    play(tmp_path, story)
+@played
+async def test_a_model_is_downloaded_for_a_user_and_not_for_a_request(stage: Stage) -> None:
+    stage.want("o/requested", 1, pinned=False)
+    await stage.has("o/requested")
+    assert stage.downloaded == []
+    stage.want("o/served", 2)
+    await stage.has("o/served")
+    assert stage.downloaded == ["o/served"]

@@ -15,6 +15,7 @@ from mlxtp.wire.messages import Cancel, Delta, Finished, Forward, Generate, Sess
 from mlxtp.wire.session import LinkKind, LinkState, Received
 from mlxtp.wire.streams import StreamLink
 
+from ..played import as_test
 from .walk import EPOCH, pair_in
 
 TIMEOUT_S = 5.0
@@ -42,34 +43,33 @@ def play(story: Story, kind: LinkKind = LinkKind.PIPE_LEADER, state: LinkState =
     asyncio.run(run())
 
 
-def test_a_request_and_its_tokens() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
-        seq = agent.send(Generate(2, (5, 6), 10))
-        await agent.drain()
-        assert rank.receive() == [Received(seq, Generate(2, (5, 6), 10))]
-        rank.send(Delta((2,), (0,), (50,)))
-        rank.send(Finished(2, "length", 1, 1))
-        received: list[Received] = []
-        while len(received) < 2:
-            received += await agent.receive()
-        assert [type(r.message) for r in received] == [Delta, Finished]
-
-    play(story)
+played = as_test(play, passes=3)
 
 
-def test_a_large_prompt() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
-        prompt = Generate(2, tuple(range(500_000)), 10)
-        reading = asyncio.create_task(asyncio.to_thread(rank.receive))
-        agent.send(prompt)
-        await agent.drain()
-        assert [r.message for r in await reading] == [prompt]
+@played
+async def test_a_request_and_its_tokens(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    seq = agent.send(Generate(2, (5, 6), 10))
+    await agent.drain()
+    assert rank.receive() == [Received(seq, Generate(2, (5, 6), 10))]
+    rank.send(Delta((2,), (0,), (50,)))
+    rank.send(Finished(2, "length", 1, 1))
+    received: list[Received] = []
+    while len(received) < 2:
+        received += await agent.receive()
+    assert [type(r.message) for r in received] == [Delta, Finished]
 
-    play(story)
+
+@played
+async def test_a_large_prompt(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    prompt = Generate(2, tuple(range(500_000)), 10)
+    reading = asyncio.create_task(asyncio.to_thread(rank.receive))
+    agent.send(prompt)
+    await agent.drain()
+    assert [r.message for r in await reading] == [prompt]
 
 
 def test_the_end_in_order() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
         rank.send(SessionEnd())
         rank.close()
         assert [r.message for r in await agent.receive()] == [SessionEnd()]
@@ -78,81 +78,75 @@ def test_the_end_in_order() -> None:
     play(story, LinkKind.PIPE, LinkState.ENDED)
 
 
-def test_a_rank_that_is_gone() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
-        rank.close()
-        with pytest.raises(LinkError, match="rank 0 is gone, in state loaded") as caught:
-            await agent.receive()
-        assert caught.value.code is Code.LINK_LOST
-
-    play(story)
+@played
+async def test_a_rank_that_is_gone(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    rank.close()
+    with pytest.raises(LinkError, match="rank 0 is gone, in state loaded") as caught:
+        await agent.receive()
+    assert caught.value.code is Code.LINK_LOST
 
 
-def test_a_rank_that_is_gone_with_a_prompt_on_its_way() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
-        agent.send(Generate(2, tuple(range(500_000)), 10))
-        rank.close()
-        with pytest.raises(LinkError):
-            await agent.drain()
-        with pytest.raises(LinkError):
-            await agent.receive()
-        with pytest.raises(LinkError):
-            agent.send(Cancel(1))
-
-    play(story)
-
-
-def test_half_a_frame_and_then_the_end() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
-        sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
-        rank.close()
-        with pytest.raises(LinkError, match="in the middle of a frame"):
-            await agent.receive()
-
-    play(story)
-
-
-def test_a_rank_that_breaks_a_rule() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
-        sock.sendall(encode(Forward((1,), (2,)), EPOCH, rank.protocol.seq + 1))
-        with pytest.raises(RemoteProtocolError, match="rank 0 may not send Forward"):
-            await agent.receive()
-        with pytest.raises(RemoteProtocolError):
-            agent.send(Cancel(1))
-
-    play(story)
-
-
-def test_close_wakes_the_reader() -> None:
-    async def story(agent: StreamLink, _rank: BlockingLink, _: socket.socket) -> None:
-        reading = asyncio.create_task(agent.receive())
-        await asyncio.sleep(0)
-        agent.close()
-        assert await reading == []
-        with pytest.raises(LinkError, match="closed"):
-            agent.send(Cancel(1))
-
-    play(story)
-
-
-def test_what_was_sent_before_close_still_arrives() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
+@played
+async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
+    agent: StreamLink, rank: BlockingLink, sock: socket.socket
+) -> None:
+    agent.send(Generate(2, tuple(range(500_000)), 10))
+    rank.close()
+    with pytest.raises(LinkError):
+        await agent.drain()
+    with pytest.raises(LinkError):
+        await agent.receive()
+    with pytest.raises(LinkError):
         agent.send(Cancel(1))
-        agent.close()
-        await agent.wait_closed()
-        assert [r.message for r in rank.receive()] == [Cancel(1)]
-
-    play(story)
 
 
-def test_a_cancelled_reader_loses_nothing() -> None:
-    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
-        reading = asyncio.create_task(agent.receive())
-        await asyncio.sleep(0)
-        reading.cancel()
-        rank.send(Delta((1,), (0,), (5,)))
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert [r.message for r in await agent.receive()] == [Delta((1,), (0,), (5,))]
+@played
+async def test_half_a_frame_and_then_the_end(
+    agent: StreamLink, rank: BlockingLink, sock: socket.socket
+) -> None:
+    sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
+    rank.close()
+    with pytest.raises(LinkError, match="in the middle of a frame"):
+        await agent.receive()
 
-    play(story)
+
+@played
+async def test_a_rank_that_breaks_a_rule(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    sock.sendall(encode(Forward((1,), (2,)), EPOCH, rank.protocol.seq + 1))
+    with pytest.raises(RemoteProtocolError, match="rank 0 may not send Forward"):
+        await agent.receive()
+    with pytest.raises(RemoteProtocolError):
+        agent.send(Cancel(1))
+
+
+@played
+async def test_close_wakes_the_reader(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    reading = asyncio.create_task(agent.receive())
+    await asyncio.sleep(0)
+    agent.close()
+    assert await reading == []
+    with pytest.raises(LinkError, match="closed"):
+        agent.send(Cancel(1))
+
+
+@played
+async def test_what_was_sent_before_close_still_arrives(
+    agent: StreamLink, rank: BlockingLink, sock: socket.socket
+) -> None:
+    agent.send(Cancel(1))
+    agent.close()
+    await agent.wait_closed()
+    assert [r.message for r in rank.receive()] == [Cancel(1)]
+
+
+@played
+async def test_a_cancelled_reader_loses_nothing(
+    agent: StreamLink, rank: BlockingLink, sock: socket.socket
+) -> None:
+    reading = asyncio.create_task(agent.receive())
+    await asyncio.sleep(0)
+    reading.cancel()
+    rank.send(Delta((1,), (0,), (5,)))
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert [r.message for r in await agent.receive()] == [Delta((1,), (0,), (5,))]

@@ -8,7 +8,7 @@ import errno
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from mlxtp.wire.tls import (
     member_context_server,
 )
 
+from ..played import as_test
 from .members import Member, founder, member_of
 from .test_tls import careless
 from .walk import pair_in
@@ -121,8 +122,7 @@ async def house(
         assert ended, "the doorman does not go"
 
 
-def play(story: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(story())
+played = as_test(lambda story: asyncio.run(story()), passes=0)
 
 
 async def gone(reader: asyncio.StreamReader) -> bool:
@@ -139,85 +139,76 @@ Members = tuple[Member, Member]
 
 
 @pytest.mark.parametrize("alpn", [ALPN_CONTROL, ALPN_REQUESTS])
-def test_a_member_is_heard(members: Members, alpn: str) -> None:
-    async def story() -> None:
-        async with house(members) as here:
-            reader, writer = await here.member(alpn)
-            writer.write(b"hello")
-            assert await reader.readexactly(5) == b"hello"
-            (peer,) = here.peers
-            assert (peer.alpn, peer.address) == (alpn, "127.0.0.1")
-            assert peer.identity is not None
-            assert peer.identity.node_id == members[1].identity.node_id
-            assert here.doorman.strangers == 0
-            writer.close()
-
-    play(story)
+@played
+async def test_a_member_is_heard(members: Members, alpn: str) -> None:
+    async with house(members) as here:
+        reader, writer = await here.member(alpn)
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        (peer,) = here.peers
+        assert (peer.alpn, peer.address) == (alpn, "127.0.0.1")
+        assert peer.identity is not None
+        assert peer.identity.node_id == members[1].identity.node_id
+        assert here.doorman.strangers == 0
+        writer.close()
 
 
-def test_a_joiner_is_heard_on_the_join_protocol_only(members: Members) -> None:
-    async def story() -> None:
-        async with house(members) as here:
-            reader, writer = await here.knock(join_context(), ALPN_JOIN)
-            writer.write(b"hello")
-            assert await reader.readexactly(5) == b"hello"
-            assert [peer.identity for peer in here.peers] == [None]
-            writer.close()
-            for alpn in (ALPN_CONTROL, ALPN_REQUESTS):
-                reader, writer = await here.knock(careless(alpn), alpn)
-                writer.write(b"let me in")
-                assert await gone(reader)
-            assert here.doorman.turned_away == {"not authentic": 2}
-            assert len(here.peers) == 1
-
-    play(story)
+@played
+async def test_a_joiner_is_heard_on_the_join_protocol_only(members: Members) -> None:
+    async with house(members) as here:
+        reader, writer = await here.knock(join_context(), ALPN_JOIN)
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        assert [peer.identity for peer in here.peers] == [None]
+        writer.close()
+        for alpn in (ALPN_CONTROL, ALPN_REQUESTS):
+            reader, writer = await here.knock(careless(alpn), alpn)
+            writer.write(b"let me in")
+            assert await gone(reader)
+        assert here.doorman.turned_away == {"not authentic": 2}
+        assert len(here.peers) == 1
 
 
-def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Path) -> None:
-    async def story() -> None:
-        stranger = founder(tmp_path)
-        context = careless()
-        context.load_cert_chain(stranger.credentials.member, stranger.credentials.key)
-        async with house(members) as here:
-            with contextlib.suppress(MlxtpError):  # it may hear of it during the handshake or after it
-                reader, writer = await here.knock(context, ALPN_CONTROL)
-                writer.write(b"let me in")
-                assert await gone(reader)
-            await here.turned_away("no handshake", 1)
-            assert here.peers == []
-            await here.strangers(0)
-
-    play(story)
+@played
+async def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Path) -> None:
+    stranger = founder(tmp_path)
+    context = careless()
+    context.load_cert_chain(stranger.credentials.member, stranger.credentials.key)
+    async with house(members) as here:
+        with contextlib.suppress(MlxtpError):  # it may hear of it during the handshake or after it
+            reader, writer = await here.knock(context, ALPN_CONTROL)
+            writer.write(b"let me in")
+            assert await gone(reader)
+        await here.turned_away("no handshake", 1)
+        assert here.peers == []
+        await here.strangers(0)
 
 
-def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
+@played
+async def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
     """The last word of a peer whose cable is out is not waited for."""
     first, second = members
     context = member_context_server(first.credentials)
     context.num_tickets = 0
-
-    async def story() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            shaken = asyncio.create_task(asyncio.to_thread(lambda: shake(listener, context)))
-            port = listener.getsockname()[1]
-            to_member = member_context_client(second.credentials, ALPN_CONTROL)
-            reader, writer = await open_tls("127.0.0.1", port, to_member, ALPN_CONTROL, TIMEOUT_S)
-            with await shaken:  # it reads nothing from here on
-                link = StreamLink(reader, writer, Session(LinkKind.CONTROL, Side.LOWER, 0))
-                reading = asyncio.create_task(link.receive())
-                await asyncio.sleep(0)
-                for _ in range(2):
-                    link.close()
-                    assert link.unsent_bytes == 0
-                    for _ in range(5):
-                        await asyncio.sleep(0)
-                    assert reading.done()
-                    assert reading.result() == []
-                    with pytest.raises(LinkError, match="closed"):
-                        link.send(SessionEnd())
-                writer.transport.abort()
-
-    play(story)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        shaken = asyncio.create_task(asyncio.to_thread(lambda: shake(listener, context)))
+        port = listener.getsockname()[1]
+        to_member = member_context_client(second.credentials, ALPN_CONTROL)
+        reader, writer = await open_tls("127.0.0.1", port, to_member, ALPN_CONTROL, TIMEOUT_S)
+        with await shaken:  # it reads nothing from here on
+            link = StreamLink(reader, writer, Session(LinkKind.CONTROL, Side.LOWER, 0))
+            reading = asyncio.create_task(link.receive())
+            await asyncio.sleep(0)
+            for _ in range(2):
+                link.close()
+                assert link.unsent_bytes == 0
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert reading.done()
+                assert reading.result() == []
+                with pytest.raises(LinkError, match="closed"):
+                    link.send(SessionEnd())
+            writer.transport.abort()
 
 
 def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -225,7 +216,8 @@ def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
     return context.wrap_socket(plain, server_side=True)
 
 
-def test_frames_between_members(members: Members) -> None:
+@played
+async def test_frames_between_members(members: Members) -> None:
     pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     asked = Generate(2, tuple(range(500_000)), 10)
 
@@ -236,205 +228,182 @@ def test_frames_between_members(members: Members) -> None:
         lower.send(Delta((2,), (0,), (50,)))
         await lower.drain()
 
-    async def story() -> None:
-        async with house(members, answer) as here:
-            upper = StreamLink(*await here.member(), pair.upper)
-            upper.send(asked)
-            await upper.drain()
-            assert [received.message for received in await upper.receive()] == [Delta((2,), (0,), (50,))]
-            with pytest.raises(LinkError, match="rank 0 is gone, in state loaded"):
-                await upper.receive()
-            upper.close()
-            await upper.wait_closed()
-
-    play(story)
+    async with house(members, answer) as here:
+        upper = StreamLink(*await here.member(), pair.upper)
+        upper.send(asked)
+        await upper.drain()
+        assert [received.message for received in await upper.receive()] == [Delta((2,), (0,), (50,))]
+        with pytest.raises(LinkError, match="rank 0 is gone, in state loaded"):
+            await upper.receive()
+        upper.close()
+        await upper.wait_closed()
 
 
 # --- who takes too long -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01"])
-def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: bytes) -> None:
-    async def story() -> None:
-        async with house(members, handshake_s=0.2) as here:
-            start = time.monotonic()
-            reader, writer = await here.plain()
-            writer.write(sent)
-            assert await gone(reader)
-            assert time.monotonic() - start >= 0.2
-            await here.strangers(0)
-            assert here.doorman.turned_away == {"no handshake": 1}
-            writer.close()
-
-    play(story)
+@played
+async def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: bytes) -> None:
+    async with house(members, handshake_s=0.2) as here:
+        start = time.monotonic()
+        reader, writer = await here.plain()
+        writer.write(sent)
+        assert await gone(reader)
+        assert time.monotonic() - start >= 0.2
+        await here.strangers(0)
+        assert here.doorman.turned_away == {"no handshake": 1}
+        writer.close()
 
 
 def test_the_limits() -> None:
     assert (HANDSHAKE_S, MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE) == (3.0, 32, 2)
 
 
-def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
-    async def story() -> None:
-        async with house(members) as here:
-            inside = await here.member()
-            waiting = [await here.plain() for _ in range(32)]
-            reader, writer = await here.plain()
-            assert await gone(reader)
-            writer.close()
-            assert here.doorman.turned_away == {"too many": 1}
-            assert here.doorman.strangers == 32
-            inside[1].write(b"still here")
-            assert await inside[0].readexactly(10) == b"still here"
-            waiting[7][1].close()
-            await here.strangers(31)
-            another = await here.member()
-            another[1].write(b"hello")
-            assert await another[0].readexactly(5) == b"hello"
-            for _, stranger in waiting:
-                stranger.close()
-            await here.strangers(0)
-
-    play(story)
+@played
+async def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
+    async with house(members) as here:
+        inside = await here.member()
+        waiting = [await here.plain() for _ in range(32)]
+        reader, writer = await here.plain()
+        assert await gone(reader)
+        writer.close()
+        assert here.doorman.turned_away == {"too many": 1}
+        assert here.doorman.strangers == 32
+        inside[1].write(b"still here")
+        assert await inside[0].readexactly(10) == b"still here"
+        waiting[7][1].close()
+        await here.strangers(31)
+        another = await here.member()
+        another[1].write(b"hello")
+        assert await another[0].readexactly(5) == b"hello"
+        for _, stranger in waiting:
+            stranger.close()
+        await here.strangers(0)
 
 
-def test_one_address_may_have_two(members: Members) -> None:
-    async def story() -> None:
-        async with house(members, exempt_loopback=False) as here:
-            waiting = [await here.plain() for _ in range(2)]
-            reader, writer = await here.plain()
-            assert await gone(reader)
-            writer.close()
-            assert here.doorman.turned_away == {"too many from one address": 1}
-            try:
-                other = await here.plain("127.0.0.2")
-            except OSError:
-                pytest.skip("this system has one loopback address only")
-            await here.strangers(3)
-            for _, stranger in (*waiting, other):
-                stranger.close()
-            await here.strangers(0)
-            inside = await here.member()
-            inside[1].write(b"hello")
-            assert await inside[0].readexactly(5) == b"hello"
-
-    play(story)
+@played
+async def test_one_address_may_have_two(members: Members) -> None:
+    async with house(members, exempt_loopback=False) as here:
+        waiting = [await here.plain() for _ in range(2)]
+        reader, writer = await here.plain()
+        assert await gone(reader)
+        writer.close()
+        assert here.doorman.turned_away == {"too many from one address": 1}
+        try:
+            other = await here.plain("127.0.0.2")
+        except OSError:
+            pytest.skip("this system has one loopback address only")
+        await here.strangers(3)
+        for _, stranger in (*waiting, other):
+            stranger.close()
+        await here.strangers(0)
+        inside = await here.member()
+        inside[1].write(b"hello")
+        assert await inside[0].readexactly(5) == b"hello"
 
 
-def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(members: Members) -> None:
+@played
+async def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(members: Members) -> None:
     answered = asyncio.Event()
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         writer.write(b"wait")
         await answered.wait()
 
-    async def story() -> None:
-        async with house(members, wait, strangers=1) as here:
-            for _ in range(3):
-                reader, _ = await here.member()
-                await reader.readexactly(4)
-            joiner, _ = await here.knock(join_context(), ALPN_JOIN)
-            await joiner.readexactly(4)
-            refused, writer = await here.plain()
-            assert await gone(refused)
-            writer.close()
-            answered.set()
-            assert await gone(joiner)
-            await here.strangers(0)
-            await here.knock(join_context(), ALPN_JOIN)
-
-    play(story)
+    async with house(members, wait, strangers=1) as here:
+        for _ in range(3):
+            reader, _ = await here.member()
+            await reader.readexactly(4)
+        joiner, _ = await here.knock(join_context(), ALPN_JOIN)
+        await joiner.readexactly(4)
+        refused, writer = await here.plain()
+        assert await gone(refused)
+        writer.close()
+        answered.set()
+        assert await gone(joiner)
+        await here.strangers(0)
+        await here.knock(join_context(), ALPN_JOIN)
 
 
-def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
+@played
+async def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
     second = members[1].identity
-
-    async def story() -> None:
-        async with house(members, strangers=2, belongs=lambda who: who.node_id != second.node_id) as here:
-            known = [await here.member() for _ in range(2)]
-            await here.strangers(2)
-            refused, writer = await here.plain()
-            assert await gone(refused)
-            writer.close()
-            for _, each in known:
-                each.close()
-            await here.strangers(0)
-
-    play(story)
+    async with house(members, strangers=2, belongs=lambda who: who.node_id != second.node_id) as here:
+        known = [await here.member() for _ in range(2)]
+        await here.strangers(2)
+        refused, writer = await here.plain()
+        assert await gone(refused)
+        writer.close()
+        for _, each in known:
+            each.close()
+        await here.strangers(0)
 
 
 # --- what the system does ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
-def test_an_accept_that_fails_is_tried_again(
+@played
+async def test_an_accept_that_fails_is_tried_again(
     members: Members, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(module, "ACCEPT_PAUSE_S", 0.01)
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, iter(range(3))
 
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        accept, failures = loop.sock_accept, iter(range(3))
+    async def failing(sock: socket.socket) -> tuple[socket.socket, object]:
+        if next(failures, None) is not None:
+            raise OSError(number, "no")
+        return await accept(sock)
 
-        async def failing(sock: socket.socket) -> tuple[socket.socket, object]:
-            if next(failures, None) is not None:
-                raise OSError(number, "no")
-            return await accept(sock)
-
-        monkeypatch.setattr(loop, "sock_accept", failing)
-        async with house(members) as here:
-            _, writer = await here.member()
-            assert here.doorman.turned_away == {"no room in the system": 3}
-            writer.close()
-
-    play(story)
+    monkeypatch.setattr(loop, "sock_accept", failing)
+    async with house(members) as here:
+        _, writer = await here.member()
+        assert here.doorman.turned_away == {"no room in the system": 3}
+        writer.close()
 
 
-def test_a_socket_that_does_not_listen_is_the_end(members: Members) -> None:
-    async def story() -> None:
-        doorman = TlsAcceptor(socket.socket(), member_context_server(members[0].credentials), echo)
-        with pytest.raises(OSError, match="Invalid argument"):
-            await asyncio.wait_for(doorman.run(), TIMEOUT_S)
-
-    play(story)
+@played
+async def test_a_socket_that_does_not_listen_is_the_end(members: Members) -> None:
+    doorman = TlsAcceptor(socket.socket(), member_context_server(members[0].credentials), echo)
+    with pytest.raises(OSError, match="Invalid argument"):
+        await asyncio.wait_for(doorman.run(), TIMEOUT_S)
 
 
-def test_a_flood_leaves_the_loop_to_others(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        loop, accepted = asyncio.get_running_loop(), 0
+@played
+async def test_a_flood_leaves_the_loop_to_others(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, accepted = asyncio.get_running_loop(), 0
 
-        async def flood(sock: socket.socket) -> tuple[socket.socket, object]:
-            nonlocal accepted
-            accepted += 1
-            if accepted > 1000:
-                await asyncio.Event().wait()
-            return socket.socket(), ("127.0.0.1", 1)
+    async def flood(sock: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal accepted
+        accepted += 1
+        if accepted > 1000:
+            await asyncio.Event().wait()
+        return socket.socket(), ("127.0.0.1", 1)
 
-        monkeypatch.setattr(loop, "sock_accept", flood)
-        async with house(members, strangers=0) as here:
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert accepted < 10
-            await here.turned_away("too many", 1000)
-
-    play(story)
+    monkeypatch.setattr(loop, "sock_accept", flood)
+    async with house(members, strangers=0) as here:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert accepted < 10
+        await here.turned_away("too many", 1000)
 
 
-def test_when_the_doorman_goes_everything_is_closed(members: Members) -> None:
-    async def story() -> None:
-        async with house(members) as here:
-            inside, stranger = await here.member(), await here.plain()
-            inside[1].write(b"hello")
-            await inside[0].readexactly(5)
-            await here.strangers(1)
-            here.running.cancel()
-            assert await asyncio.wait([here.running], timeout=TIMEOUT_S / 2) == ({here.running}, set())
-            assert await gone(inside[0])
-            assert await gone(stranger[0])
-            assert here.doorman.strangers == 0
-            with pytest.raises(OSError, match="Connect call failed"):
-                await here.plain()
-
-    play(story)
+@played
+async def test_when_the_doorman_goes_everything_is_closed(members: Members) -> None:
+    async with house(members) as here:
+        inside, stranger = await here.member(), await here.plain()
+        inside[1].write(b"hello")
+        await inside[0].readexactly(5)
+        await here.strangers(1)
+        here.running.cancel()
+        assert await asyncio.wait([here.running], timeout=TIMEOUT_S / 2) == ({here.running}, set())
+        assert await gone(inside[0])
+        assert await gone(stranger[0])
+        assert here.doorman.strangers == 0
+        with pytest.raises(OSError, match="Connect call failed"):
+            await here.plain()
 
 
 # --- knocking ---------------------------------------------------------------------------------------
@@ -468,18 +437,16 @@ def test_no_agent_replies(members: Members) -> None:
 
 
 @pytest.mark.parametrize("alpn", [ALPN_DECODE, ALPN_CONTROL])
-def test_another_cluster_answers_or_speaks_something_else(
+@played
+async def test_another_cluster_answers_or_speaks_something_else(
     members: Members, tmp_path: Path, alpn: str
 ) -> None:
-    async def story() -> None:
-        other = founder(tmp_path)
-        first = members[0] if alpn is ALPN_DECODE else other
-        async with house((first, other)) as here:
-            with pytest.raises(ProtocolError) as caught:
-                await here.knock(member_context_client(members[1].credentials, alpn), alpn)
-            assert caught.value.code is Code.NOT_AUTHENTIC
-            expected = "does not speak mlxtp-decode" if alpn is ALPN_DECODE else "certificate is not of this"
-            assert expected in caught.value.detail
-            assert here.peers == []
-
-    play(story)
+    other = founder(tmp_path)
+    first = members[0] if alpn is ALPN_DECODE else other
+    async with house((first, other)) as here:
+        with pytest.raises(ProtocolError) as caught:
+            await here.knock(member_context_client(members[1].credentials, alpn), alpn)
+        assert caught.value.code is Code.NOT_AUTHENTIC
+        expected = "does not speak mlxtp-decode" if alpn is ALPN_DECODE else "certificate is not of this"
+        assert expected in caught.value.detail
+        assert here.peers == []

@@ -201,13 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(path: str, body: bytes) -> dict[str, object]:
     git = hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
-    entry: dict[str, object] = {
-        "type": "file",
-        "path": path,
-        "size": len(body),
-        "oid": git,
-        "blobId": git,
-    }
+    entry: dict[str, object] = {"type": "file", "path": path, "size": len(body), "oid": git, "blobId": git}
     if path.endswith(".safetensors"):
         entry["lfs"] = {
             "size": len(body),
@@ -221,7 +215,6 @@ def _entry(path: str, body: bytes) -> dict[str, object]:
 def poison(repo: Repo, files: Mapping[str, bytes]) -> None:
     """Add files to a complete model, as if they had always belonged to it."""
     manifest = repo.manifest(COMMIT)
-    assert manifest is not None
     added = tuple(ModelFile(path, len(body), blob_name(path, body)) for path, body in files.items())
     for file, body in zip(added, files.values(), strict=True):
         repo.blobs.path(file).write_bytes(body)

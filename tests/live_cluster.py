@@ -360,7 +360,6 @@ class Cluster:
 
         async def work() -> None:
             ranks, supervisor = self.supervisor.status.ranks, self.supervisor
-            assert ranks is not None
             source = await open_model(str(model), str(draft))
             if supervisor.gateway.models():
                 await self._unload()
@@ -380,7 +379,6 @@ class Cluster:
 
     async def _unload(self) -> None:
         ranks, supervisor = self.supervisor.status.ranks, self.supervisor
-        assert ranks is not None
         supervisor.gateway.fail(
             supervisor.deployment, GroupError("the model was unloaded", Code.SHUTTING_DOWN)
         )
@@ -483,9 +481,4 @@ async def _collect(answer: Any) -> Outcome:
 
 
 def _body(text: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 64,
-        "temperature": 0,
-        **fields,
-    }
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 64, "temperature": 0, **fields}

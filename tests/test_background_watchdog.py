@@ -129,8 +129,6 @@ def test_a_process_that_was_stopped_goes_on() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         for _ in range(3):
             process.send_signal(signal.SIGSTOP)
@@ -155,7 +153,6 @@ def test_an_agent_ends_though_its_threads_work_for_ever(tmp_path: Path) -> None:
     program = ["-m", "tests.agents.changed_node", "busy=1", "node", "--alone", "--home", str(tmp_path)]
     command = [sys.executable, *program, "--http", "127.0.0.1:0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         while "busy" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)

@@ -192,11 +192,7 @@ def test_several_ranks_need_the_ring(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("value", "host", "port"),
-    [
-        ("127.0.0.1:0", "127.0.0.1", 0),
-        ("localhost:65535", "localhost", 65535),
-        ("[::1]:8080", "::1", 8080),
-    ],
+    [("127.0.0.1:0", "127.0.0.1", 0), ("localhost:65535", "localhost", 65535), ("[::1]:8080", "::1", 8080)],
 )
 def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
     settings = resolve(tmp_path, http=value)

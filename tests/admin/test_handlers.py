@@ -39,12 +39,7 @@ from mlxtp.verbs import (
     Status,
     UnloadModel,
 )
-from mlxtp.wire.cluster_messages import (
-    Deployments,
-    Members,
-    ModelStatus,
-    RosterEntry,
-)
+from mlxtp.wire.cluster_messages import Deployments, Members, ModelStatus, RosterEntry
 
 from ..cluster.deployed import only
 from ..groups.one_node import A, B, Node, alone, play

@@ -21,12 +21,7 @@ from mlxtp.client import FILE, EndpointAnswer, Piece
 from mlxtp.errors import UserError
 
 from ..live_cluster import WAIT_S, Cluster, until
-from ..pseudo_terminal import (
-    CTRL_C,
-    CTRL_D,
-    UP,
-    terminal,
-)
+from ..pseudo_terminal import CTRL_C, CTRL_D, UP, terminal
 
 pytestmark = pytest.mark.slow
 

@@ -189,17 +189,9 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
             2,
             "mlxtp: --per-minute 2000000: a key has from 1 to 1000000",
         ),
-        (
-            ["create", "x", "--concurrent", "0"],
-            2,
-            "mlxtp: --concurrent 0: a key needs at least one",
-        ),
+        (["create", "x", "--concurrent", "0"], 2, "mlxtp: --concurrent 0: a key needs at least one"),
         (["create", "x", "--scope", "root"], 2, "mlxtp: --scope root: the scopes are chat, on-request, load"),
-        (
-            ["create", "x", "--expires", "soon"],
-            2,
-            "mlxtp: --expires: 'soon' is not forever, or a time",
-        ),
+        (["create", "x", "--expires", "soon"], 2, "mlxtp: --expires: 'soon' is not forever, or a time"),
         (["create", "x", "--expires", "0"], 2, "mlxtp: --expires 0: a key needs at least one second"),
         (
             ["create", "x", "--expires", "9999d"],

@@ -356,7 +356,6 @@ def test_it_waits_for_an_agent_that_has_no_address_yet(agent: Agent) -> None:
     with (agent.home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with agent.start("claude") as process:
-            assert process.stderr is not None
             assert process.stderr.readline() == "mlxtp is starting: it has no address yet\n"
             kept.rename(announced_)
             assert process.stderr.readline().startswith("mlxtp: claude uses ")

@@ -21,22 +21,9 @@ from mlxtp.errors import Code, UserError
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
 
-from ..hub import (
-    COMMIT,
-    Hub,
-    Model,
-    put,
-    running_hub,
-    with_weights,
-)
+from ..hub import COMMIT, Hub, Model, put, running_hub, with_weights
 from ..live_cluster import START_S
-from .test_cluster import (
-    Agent,
-    agent,
-    mlxtp,
-    refusal,
-    running,
-)
+from .test_cluster import Agent, agent, mlxtp, refusal, running
 
 __all__ = ["agent", "running"]  # fixtures
 

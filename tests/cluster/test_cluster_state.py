@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import (
-    MAX_ENTRIES,
-    NO_CLAIM,
-    ClusterState,
-    LeaderClaim,
-    Roster,
-    stronger,
-)
+from mlxtp.cluster.cluster_state import MAX_ENTRIES, NO_CLAIM, ClusterState, LeaderClaim, Roster, stronger
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, RosterEntry
 from mlxtp.wire.frames import encode

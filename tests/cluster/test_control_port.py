@@ -120,12 +120,7 @@ async def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authorit
     house.node.holds(B, house.first)
     with pytest.raises(AskElsewhere, match="mac-a or mac-f can, at") as elsewhere:
         await house.join(house.token())
-    assert elsewhere.value.addresses == (
-        "10.0.5.1:4711",
-        "10.0.0.9:4711",
-        "10.0.0.1:4711",
-        "10.0.1.1:4711",
-    )
+    assert elsewhere.value.addresses == ("10.0.5.1:4711", "10.0.0.9:4711", "10.0.0.1:4711", "10.0.1.1:4711")
     a.close()
     with pytest.raises(AskElsewhere) as elsewhere:  # who is here comes first
         await house.join(house.token())

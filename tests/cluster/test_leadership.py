@@ -12,16 +12,7 @@ import pytest
 from mlxtp.cluster.cluster_state import NO_CLAIM, NO_DEPLOYMENTS, ClusterState, LeaderClaim, Replica, Roster
 from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
-from mlxtp.cluster.reconcile import (
-    Action,
-    FormEpoch,
-    GroupForm,
-    NoAction,
-    Situation,
-    StopEpoch,
-    Wait,
-    decide,
-)
+from mlxtp.cluster.reconcile import Action, FormEpoch, GroupForm, NoAction, Situation, StopEpoch, Wait, decide
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import Beat, RosterEntry
 

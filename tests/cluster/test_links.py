@@ -17,15 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.cluster import links as neighbours_module
-from mlxtp.cluster.links import (
-    FREE_S,
-    LONGEST_PAUSE_S,
-    MOST_S,
-    SHARE,
-    ControlLink,
-    CpuShares,
-    PeerLinks,
-)
+from mlxtp.cluster.links import FREE_S, LONGEST_PAUSE_S, MOST_S, SHARE, ControlLink, CpuShares, PeerLinks
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
@@ -195,8 +187,6 @@ async def test_of_two_links_both_ends_mean_the_same(stage: Stage) -> None:
     await a.dial(b)
     await sees(lambda: len(a.events.links) == len(b.events.links) == 2)
     here, there = a.neighbours.to(b.node_id), b.neighbours.to(a.node_id)
-    assert here is not None
-    assert there is not None
     assert (here.dialled, there.dialled) == (True, False)
     here.close()
     await sees(lambda: len(a.neighbours.links()) == len(b.neighbours.links()) == 1)

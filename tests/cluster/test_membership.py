@@ -293,9 +293,7 @@ _input = st.one_of(
 
 
 @given(st.lists(_input, max_size=60))
-def test_all_moves_are_legal_and_what_is_over_stays_over(
-    inputs: list[tuple[str, int, str]],
-) -> None:
+def test_all_moves_are_legal_and_what_is_over_stays_over(inputs: list[tuple[str, int, str]]) -> None:
     story, ended = Story("b"), set[str]()
     members = story.members
     for what, number, boot_id in inputs:

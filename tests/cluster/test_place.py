@@ -14,14 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import GROUPS_A_MAC, most_groups
-from mlxtp.cluster.place import (
-    GivenUp,
-    GroupReport,
-    PlaceDecision,
-    PlaceView,
-    WantedDeployment,
-    place,
-)
+from mlxtp.cluster.place import GivenUp, GroupReport, PlaceDecision, PlaceView, WantedDeployment, place
 from mlxtp.placement.candidates import Fabrics
 from mlxtp.placement.cost_model import (
     ALONE,

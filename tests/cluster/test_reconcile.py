@@ -108,11 +108,7 @@ LOST = {
 
 @pytest.mark.parametrize("said", LOST)
 def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
-    action = decided(
-        **runs("a", "b", open_requests=3),
-        statuses=here("a", "c", b=LOST[said]),
-        unrest=UNREST,
-    )
+    action = decided(**runs("a", "b", open_requests=3), statuses=here("a", "c", b=LOST[said]), unrest=UNREST)
     assert isinstance(action, StopEpoch)
     assert action.lost
     assert action.reason.startswith("epoch 4 lost mini (rank 1): ")

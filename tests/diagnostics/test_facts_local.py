@@ -29,7 +29,6 @@ NFT = "nft list ruleset"
 
 def test_power_settings_are_those_in_use() -> None:
     used = parse_power(WELL["pmset -g"])
-    assert used is not None
     assert (used["sleep"], used["autorestart"], used["powermode"]) == (0, 1, 0)
     assert "hibernatefile" not in used
     assert (parse_power(TROUBLED["pmset -g"]) or {})["lowpowermode"] == 1

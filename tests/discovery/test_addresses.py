@@ -424,9 +424,7 @@ _operations = st.lists(
 
 
 @given(_operations)
-def test_it_is_always_little_and_says_when_it_changed(
-    operations: list[tuple[str, str, float]],
-) -> None:
+def test_it_is_always_little_and_says_when_it_changed(operations: list[tuple[str, str, float]]) -> None:
     sightings, now = PeerCache(), 0.0
     for operation, name, later in operations:
         now += later

@@ -51,9 +51,7 @@ class World:
         for name, value in {"REFRESH_S": 0.01, "RETRY_LOOK_S": 0.01, "FIRST_REST_S": 0.01}.items():
             monkeypatch.setattr(mdns, name, value)
         self.discovery = Discovery(
-            self.changes.append,
-            self.said.append,
-            read_addresses=lambda: self.addresses,
+            self.changes.append, self.said.append, read_addresses=lambda: self.addresses
         )
 
     def network(
@@ -164,10 +162,7 @@ def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
         await eventually(lambda: len(world.changes) == 2, "told")
 
     world = tell(story)
-    assert [[each.addresses for each in change] for change in world.changes] == [
-        [("10.0.0.2:52415",)],
-        [],
-    ]
+    assert [[each.addresses for each in change] for change in world.changes] == [[("10.0.0.2:52415",)], []]
     assert world.networks[0].closed == "with goodbye"
     assert world.said == []
 

@@ -63,7 +63,6 @@ class Member:
                     self.closed = True
 
     def command(self, *words: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(" ".join(words) + "\n")
         self.process.stdin.flush()
 

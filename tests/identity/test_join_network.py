@@ -159,11 +159,7 @@ async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
         context = member_context_client(store.credentials, ALPN_CONTROL)
         _, writer = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, TIMEOUT_S)
         peer = await house.controllers.get()
-        assert peer.identity is not None
-        assert (peer.identity.node_id, peer.identity.fingerprint) == (
-            identity.node_id,
-            identity.fingerprint,
-        )
+        assert (peer.identity.node_id, peer.identity.fingerprint) == (identity.node_id, identity.fingerprint)
         writer.close()
 
 

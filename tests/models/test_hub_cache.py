@@ -63,7 +63,6 @@ def test_what_was_begun_is_a_commit_that_lacks_something(tmp_path: Path) -> None
     repo.keep(Manifest(NAME, NEWER, (NOTE,)))
     repo.blobs.part(NOTE).write_bytes(b"no")
     begun = repo.begun()
-    assert begun is not None
     assert (begun.revision, begun.held, begun.total) == (NEWER, 2, 4)
     found = {each.revision: (each.refs, each.complete) for each in commits_here(tmp_path)}
     assert found == {COMMIT: (("main",), True), NEWER: ((), False)}
@@ -92,11 +91,7 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
 
 
 def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path) -> None:
-    with (
-        Repo(NAME, tmp_path).locked(),
-        pytest.raises(Stopped),
-        Repo(NAME, tmp_path).locked(lambda: True),
-    ):
+    with Repo(NAME, tmp_path).locked(), pytest.raises(Stopped), Repo(NAME, tmp_path).locked(lambda: True):
         pytest.fail("it is held twice")
 
 
@@ -112,10 +107,7 @@ def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
         flock(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", flock_after_remove)
-    with (
-        repo.locked(lambda: False),
-        pytest.raises(ModelError, match="another process is adding"),
-    ):
+    with repo.locked(lambda: False), pytest.raises(ModelError, match="another process is adding"):
         Repo(NAME, tmp_path).remove(frozenset({COMMIT}))
 
 

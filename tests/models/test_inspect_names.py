@@ -73,10 +73,7 @@ def test_a_model_comes_from_the_hub_and_is_then_on_this_machine(hub: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("nobody/nothing", "the Hub knows no such model"),
-        (GATED, "it is gated; accept its terms"),
-    ],
+    [("nobody/nothing", "the Hub knows no such model"), (GATED, "it is gated; accept its terms")],
 )
 def test_what_the_hub_refuses_is_said_in_plain_words(hub: str, tmp_path: Path, name: str, words: str) -> None:
     refused = open_in_new_process(name, hub, tmp_path)
@@ -134,10 +131,7 @@ def test_what_a_model_is_called_from_elsewhere(tmp_path: Path, monkeypatch: pyte
 def test_the_embedded_model_and_its_folder_are_the_same_model() -> None:
     import asyncio
 
-    embedded, folder = (
-        asyncio.run(open_model("tiny")),
-        asyncio.run(open_model(str(embedded_model_path()))),
-    )
+    embedded, folder = (asyncio.run(open_model("tiny")), asyncio.run(open_model(str(embedded_model_path()))))
     assert (
         (embedded.id, embedded.path) == (folder.id, folder.path) == ("tiny", embedded_model_path().resolve())
     )

@@ -105,7 +105,6 @@ class Stage:
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
-        assert self.model.source is not None
         assert self.model.source.shape is self.model.shape
 
 

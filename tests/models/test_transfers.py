@@ -155,7 +155,6 @@ class Lending:
 
     def word(self) -> ModelHeld:
         manifest = self.repo.manifest(COMMIT)
-        assert manifest is not None
         port = self.lender.port if self.lender is not None else 1
         return ModelHeld(NAME, COMMIT, manifest.size, manifest.size, 0, wants=False, problem="", port=port)
 
@@ -209,7 +208,6 @@ def test_a_download_gives_way_to_a_member_that_has_it(tmp_path: Path, hub: Hub) 
         play(tmp_path, there.second, story)
     finally:
         hub.models[NAME].goes_on.set()
-        assert there.lender is not None
         there.lender.close()
 
 
@@ -323,7 +321,6 @@ async def test_a_model_that_another_program_put_there_is_here(node: Node, hub: H
     await sees(lambda: row(getting, name, me).get("complete"))
     assert not Repo(NAME).manifest(COMMIT)
     own = getting.table.of(name).own
-    assert own is not None
     assert not own.wants, "nor does it lend it: nobody knows the hashes of its files"
 
 

@@ -18,13 +18,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants, scan_cache_dir
 
-from mlxtp.errors import (
-    Code,
-    LinkError,
-    ModelError,
-    ProtocolError,
-    RemoteProtocolError,
-)
+from mlxtp.errors import Code, LinkError, ModelError, ProtocolError, RemoteProtocolError
 from mlxtp.models import hub_cache, hub_client, peer_copy
 from mlxtp.models import manifest as manifests
 from mlxtp.models.download import Fetch
@@ -33,12 +27,7 @@ from mlxtp.models.hub_client import fetch_some, look_up
 from mlxtp.models.inspect import find_config
 from mlxtp.wire.frames import encode
 from mlxtp.wire.peer_messages import FileHeld, FilesWanted, FileWanted
-from mlxtp.wire.tls import (
-    ALPN_JOIN,
-    ALPN_MODELS,
-    join_context,
-    member_context_client,
-)
+from mlxtp.wire.tls import ALPN_JOIN, ALPN_MODELS, join_context, member_context_client
 
 from ..hub import (
     COMMIT,
@@ -649,7 +638,6 @@ def test_a_lender_that_goes_leaves_what_has_come(
         pair.copy()
     repo = Repo(NAME, pair.cache)
     begun = repo.begun()
-    assert begun is not None
     assert 0 < begun.held < begun.total
     hub.models[NAME].sent = {}
     assert same(fetch(pair.cache).from_hub(), with_weights(EXTRA)), "and the Hub brings the rest"
@@ -691,7 +679,6 @@ def test_a_lender_that_gets_another_revision_meanwhile_is_left(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = pair.theirs.manifest(COMMIT)
-    assert first is not None
     told = iter([first])
     less = manifests.Manifest(NAME, NEWER, first.files[:1])
     monkeypatch.setattr(pair, "_lent", lambda _: (pair.theirs, next(told, less)))

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement.candidates import (
-    STEPS,
-    Candidate,
-    Fabrics,
-    Graph,
-    PlacementOptions,
-    preference,
-    search,
-)
+from mlxtp.placement.candidates import STEPS, Candidate, Fabrics, Graph, PlacementOptions, preference, search
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.formation import FailedGroup, links_of
 from mlxtp.placement.topology import MemberMachine, Topology

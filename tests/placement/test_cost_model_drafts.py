@@ -52,7 +52,6 @@ def test_the_engine_proposes_as_many_and_knows_the_families_of_the_table() -> No
 def test_a_dense_model_reads_its_weights_once_and_the_head_for_each_draft() -> None:
     shape = DENSE
     head, reading = shape.mtp_head, macs(1)[0].chip.reading
-    assert head is not None
     own = shape.before[-1] - shape.before[-2]
     assert head.weight_bytes == pytest.approx(own.weight_bytes + 2 * 2 * shape.hidden**2, rel=1e-4)
     once_s = (shape.token_bytes + shape.rank_kv(1, PROMPT)) / reading * (1 + 2 * WIDER)
@@ -80,7 +79,6 @@ def test_the_best_number_of_drafts_counts_with_what_is_published() -> None:
         drafted(found, DEEPSEEK, macs(2), count, ACCEPTED["deepseek_v3"]).tokens_per_second
         for count in (1, 2, 3)
     ]
-    assert found.drafts is not None
     assert (found.drafts.tokens_per_second, found.drafts.count) == (max(each), each.index(max(each)) + 1)
     assert (found.drafts.accepted, found.drafts.published) == (0.85, True)
     assert found.drafts.tokens_per_second > found.tokens_per_second
@@ -93,7 +91,6 @@ def test_drafts_that_are_rarely_right_cost_more_than_they_bring() -> None:
 
 def test_a_family_of_which_nothing_is_published_has_a_marked_assumption_and_one_without_use_nothing() -> None:
     found = speed(DENSE, macs(1), ALONE).drafts
-    assert found is not None
     assert (found.accepted, found.published) == (ACCEPTED_UNKNOWN, False)
     assert speed(shape_of(llama()), macs(1), ALONE).drafts is None
 

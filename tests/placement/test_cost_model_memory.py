@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp import free_memory
-from mlxtp.placement.cost_model import (
-    HEADROOM_BYTES,
-    default_gpu_bytes,
-    rank_memory,
-    usable_bytes,
-)
+from mlxtp.placement.cost_model import HEADROOM_BYTES, default_gpu_bytes, rank_memory, usable_bytes
 from mlxtp.placement.planner import PlacementOptions, plan
 
 from .made_up_macs import GIB, changed, mac

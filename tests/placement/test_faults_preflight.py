@@ -12,11 +12,7 @@ from mlxtp.wire.cluster_messages import Interface, Machine, Port
 
 from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING
 
-THREE = (
-    ("", "rdma_en3", "rdma_en4"),
-    ("rdma_en5", "", "rdma_en6"),
-    ("rdma_en3", "rdma_en4", ""),
-)
+THREE = (("", "rdma_en3", "rdma_en4"), ("rdma_en5", "", "rdma_en6"), ("rdma_en3", "rdma_en4", ""))
 
 
 def address(number: int, **changes: Any) -> Interface:
@@ -54,7 +50,6 @@ OTHERS = {1: B, 2: C}
 
 def refuse(machine: Machine, **how: Any) -> Finding:
     trouble = preflight(0, machine, how.pop("matrix", THREE), **how)
-    assert trouble is not None
     assert trouble.fix
     return trouble
 
@@ -99,10 +94,7 @@ def test_errno_22_the_bridge_is_up() -> None:
     assert "sudo ifconfig bridge0 down" in trouble.fix
 
 
-@pytest.mark.parametrize(
-    "interfaces",
-    [(address(3),), (address(3), address(4, address=""))],
-)
+@pytest.mark.parametrize("interfaces", [(address(3),), (address(3), address(4, address=""))])
 def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -> None:
     trouble = refuse(replace(STUDIO, interfaces=interfaces))
     assert (trouble.id, "errno 22" in trouble.why) == ("port-without-address", True)
@@ -179,7 +171,6 @@ def test_a_ring_asks_for_its_neighbours_only() -> None:
 
 def test_each_rank_is_judged_by_its_own_row() -> None:
     trouble = preflight(1, STUDIO, THREE)
-    assert trouble is not None
     assert "there is no RDMA device rdma_en5 for rank 0" in trouble.what
 
 
@@ -216,7 +207,6 @@ FIXES = {
 @pytest.mark.parametrize(("message", "fault"), WHILE_FORMING.items())
 def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, fault: str) -> None:
     trouble = explain(f"mini: rank 1: jaccl did not form: {message}")
-    assert trouble is not None
     assert trouble.id == fault
     [fix] = {fix for part, fix in FIXES.items() if part in message}
     assert fix in trouble.fix
@@ -255,7 +245,6 @@ def test_a_device_that_was_named_by_hand_is_not_to_be_named_again(
     message: str, named: set[str], advice: str
 ) -> None:
     trouble = explain(message, named)
-    assert trouble is not None
     assert advice in trouble.fix
     assert ("name the device by hand" in trouble.fix) == (advice == "name the device by hand")
 
@@ -276,7 +265,6 @@ def test_a_matrix_that_was_named_by_hand_is_not_to_be_named_again() -> None:
 )
 def test_a_crash_is_explained_by_its_phase(message: str, fix: str) -> None:
     trouble = explain_crash(message)
-    assert trouble is not None
     assert fix in trouble.fix
     assert explain(message) is None
 
@@ -286,13 +274,11 @@ def test_a_crash_is_explained_by_its_phase(message: str, fix: str) -> None:
 )
 def test_a_hang_in_the_driver_has_a_meaning(said: str) -> None:
     trouble = explain_crash(f"b: rank 0 did not {said}")
-    assert trouble is not None
     assert "restart that Mac" in trouble.fix
 
 
 def test_a_crash_after_idling_is_no_cables_fault() -> None:
     trouble = explain_crash("rank 1 was ended by signal 11 in phase idle")
-    assert trouble is not None
     assert "known fault of MLX" in trouble.what
     assert "with all cables in place" in trouble.what
     assert explain_crash("rank 1 was ended by signal 11 in phase loading") is None

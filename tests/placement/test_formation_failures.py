@@ -41,7 +41,6 @@ def meshed(*places: int) -> FailedGroup:
     """The mesh of these Macs, as planned."""
     macs, options = [MACS[place] for place in places], PlacementOptions(backend="jaccl", nodes="all")
     chosen = plan(macs, MODEL, options=options).chosen
-    assert chosen is not None
     assert chosen.kind == JACCL_MESH
     return FailedGroup(JACCL_MESH, links_of(chosen.ranks, chosen.rdma), "it did not form: errno 16")
 
@@ -268,7 +267,6 @@ def test_a_forward_that_was_slow_on_all_ranks_is_tried_again_soon() -> None:
 
 def kind_of_two(*failed: FailedGroup) -> str:
     chosen = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=failed, fast_fences=True)).chosen
-    assert chosen is not None
     return chosen.kind
 
 
@@ -285,7 +283,6 @@ def test_a_pair_that_failed_is_in_no_mesh_and_another_pair_is() -> None:
     failed = tuple(replace(meshed(0, 1), kind=kind) for kind in (JACCL_MESH, JACCL_RING))
     options = PlacementOptions(failed=failed, nodes=2, backend="jaccl")
     chosen = plan(MACS, MODEL, IDS[0], options).chosen
-    assert chosen is not None
     assert (chosen.kind, set(chosen.ranks)) == (JACCL_MESH, {IDS[0], IDS[2]})
     three = plan(MACS, MODEL, IDS[0], PlacementOptions(failed=failed, nodes=3, backend="jaccl"))
     assert three.chosen is None

@@ -140,11 +140,7 @@ def test_a_probe_asks_everything_and_reads_it() -> None:
 def test_a_refresh_asks_what_is_cheap() -> None:
     mac = Mac(MINI)
     assert asyncio.run(refresh(machine(MINI), run=mac)) == machine(MINI)
-    assert set(mac.asked) == COMMANDS.keys() - {
-        "system_profiler",
-        "rdma_ctl",
-        "ibv_devices",
-    }
+    assert set(mac.asked) == COMMANDS.keys() - {"system_profiler", "rdma_ctl", "ibv_devices"}
 
 
 def test_each_command_has_its_deadline() -> None:

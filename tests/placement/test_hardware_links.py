@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.placement.probe_machine import (
-    Sight,
-    elsewhere,
-    linux_device,
-)
+from mlxtp.placement.probe_machine import Sight, elsewhere, linux_device
 from mlxtp.placement.probe_macos import NetworkDevice, interfaces, ipv4, only
 from mlxtp.wire.cluster_messages import Interface
 

@@ -175,8 +175,6 @@ def test_a_measurement_changes_what_is_chosen() -> None:
     quick = replace(RESULT, collective_s=2e-5, sums_s=(2e-5, 2.1e-5))
     made = plan(macs, model, A, PlacementOptions(measured=measured([quick], fast_fences=False)))
     assert made.ranks == (A, B)
-    assert made.chosen is not None
-    assert made.chosen.speed is not None
     assert made.chosen.speed.measured
     for other in (replace(quick, nodes=(A, C)), replace(quick, kind=RING_THUNDERBOLT)):
         unknown = PlacementOptions(measured=measured([other], fast_fences=False))

@@ -20,12 +20,7 @@ from benchmarks.published_models import PUBLISHED, described, published
 from mlxtp.engine.families import DIVIDE, dimensions_of
 from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import Code, ModelError
-from mlxtp.model_config import (
-    ALSO_CALLED,
-    quantization,
-    text_config,
-    unreadable,
-)
+from mlxtp.model_config import ALSO_CALLED, quantization, text_config, unreadable
 from mlxtp.models.descriptions import description_of
 from mlxtp.placement.model_shape import (
     MAX_RANKS,

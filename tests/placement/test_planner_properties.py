@@ -20,17 +20,7 @@ from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import (
-    GIB,
-    add,
-    all_pairs,
-    cabled,
-    changed,
-    ethernet,
-    mac,
-    node_id,
-    on_lan,
-)
+from .made_up_macs import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan
 from .made_up_models import layered, shape  # fmt: skip
 
 MODELS = (
@@ -244,7 +234,6 @@ def test_a_request_takes_longer_the_more_tokens_it_has(case: Case, made: Placeme
         "at once": replace(work, at_once=work.at_once + 1),
     }
     for one in groups(made):
-        assert one.speed is not None
         usual = one.speed.request_seconds(work)
         assert 0 < one.speed.prompt_s(work) < usual
         for what, longer in more.items():

@@ -41,10 +41,7 @@ def test_a_hub_in_between_excludes_no_cable() -> None:
     [
         ({"rdma": ""}, "a: Thunderbolt 1 (en2) has no RDMA device"),
         ({"active": False}, "a: Thunderbolt 1 (en2) is cabled, but its RDMA port rdma_en2 is not active"),
-        (
-            {"interface": "en9"},
-            "a: Thunderbolt 1 (en9) is cabled to another Mac but has no IPv4 address",
-        ),
+        ({"interface": "en9"}, "a: Thunderbolt 1 (en9) is cabled to another Mac but has no IPv4 address"),
         ({"peer_domain": ""}, "no cable"),
     ],
 )

@@ -9,13 +9,7 @@ import pytest
 
 from mlxtp.errors import ConfigError
 from mlxtp.placement.candidates import Candidate, exposed
-from mlxtp.placement.cost_model import (
-    JACCL_MESH,
-    RING_ETHERNET,
-    RING_LOOPBACK,
-    RING_THUNDERBOLT,
-    RING_WIFI,
-)
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_LOOPBACK, RING_THUNDERBOLT, RING_WIFI
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.topology import FABRIC_NETWORKS, MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface

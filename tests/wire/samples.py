@@ -12,6 +12,7 @@ from mlxtp.cluster.state_file import RosterSaved
 from mlxtp.errors import Code
 from mlxtp.gateway.routing import MAX_HASHES
 from mlxtp.groups.overview import ReplicaLoad
+from mlxtp.wire import messages as msg
 from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
     MAX_SIZES,
@@ -60,70 +61,6 @@ from mlxtp.wire.cluster_messages import (
 )
 from mlxtp.wire.codecs import FieldCodec, NodeRow
 from mlxtp.wire.frames import messages
-from mlxtp.wire.messages import (
-    DIGEST_BYTES,
-    MAX_BIASES,
-    MAX_BLOCKS,
-    MAX_CONTEXT,
-    MAX_DRAFTS,
-    MAX_FRAME_TOKENS,
-    MAX_GRAMMAR,
-    MAX_LAYERS,
-    MAX_PLACES,
-    MAX_PROMPTS,
-    MAX_RANKS,
-    MAX_ROOM,
-    MAX_ROUNDS,
-    MAX_TIMED_BYTES,
-    MAX_TIMED_ROUNDS,
-    MAX_TOP_LOGPROBS,
-    RESTS,
-    U32,
-    U63,
-    Accepted,
-    Ack,
-    Arrange,
-    Bootstrap,
-    Cancel,
-    ChosenTokens,
-    CollectivesTimed,
-    CountedShare,
-    Delta,
-    Done,
-    Error,
-    Evict,
-    FetchBlocks,
-    FetchedBlocks,
-    Finished,
-    Forward,
-    Gathered,
-    Generate,
-    Hello,
-    Init,
-    InitDone,
-    KvBudget,
-    Loaded,
-    LoadShard,
-    Message,
-    Ping,
-    Pong,
-    Prefilled,
-    PromptPart,
-    Restore,
-    Sampling,
-    SanityCheck,
-    SanityDone,
-    ScoredDelta,
-    SessionEnd,
-    SessionStop,
-    Shaping,
-    Shutdown,
-    SideChannel,
-    Spill,
-    TimeCollectives,
-    Unload,
-    Welcome,
-)
 from mlxtp.wire.peer_messages import (
     MAX_ADDRESSES,
     MAX_PEERS,
@@ -150,7 +87,7 @@ _REMOVED = Deployment("org/old", keep_s=0, version=3, writer=NODE, removed=True)
 _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
-_CONTROL_EXAMPLES: tuple[Message, ...] = (
+_CONTROL_EXAMPLES: tuple[msg.Message, ...] = (
     AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), ""),
     Beat(3, NODE, 2, 5, 17, True, 40, True),
     Deployments((_CHANGED, _REMOVED), 1, True),
@@ -166,14 +103,14 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ModelStatus("tiny", "ab" * 32, "", "cd" * 20, 40_960, b"facts"),
     Prepare(17, 1, "10.0.0.1", "tiny", group="tiny#0"),
     Prepared(17, "10.0.0.1:50000", "/models/tiny"),
-    StartRank(17, Bootstrap(1, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1)),
+    StartRank(17, msg.Bootstrap(1, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1)),
     RankStarted(17, False),
-    RankPong(17, 1, Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30))),
+    RankPong(17, 1, msg.Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30))),
     RankTrouble(17, 1, Code.RANK_LOST, "rank 1 was ended by signal 9", True),
     EndEpoch(17, True),
     EpochEnded(17),
-    RankSide(17, 1, SideChannel(1, b"abc")),
-    RankGathered(17, 1, Gathered(1, b"abcabc")),
+    RankSide(17, 1, msg.SideChannel(1, b"abc")),
+    RankGathered(17, 1, msg.Gathered(1, b"abcabc")),
     MachineWanted(),
     Serving(
         17, "ready", "", "ring", "ring over Ethernet", (NODE,), 3, "tiny", 2, 2048, 512, (2,),
@@ -205,57 +142,57 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     StoredModel("org/one", "ab" * 20, 9, True),
 )  # fmt: skip
 
-EXAMPLES: dict[type[Message], Message] = {
+EXAMPLES: dict[type[msg.Message], msg.Message] = {
     type(message): message
     for message in (
-        Hello(1, 0, 4711, b"n" * 16, b""),
-        Welcome(1, b""),
-        Ping(),
-        Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30)),
-        Bootstrap(0, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1),
-        SideChannel(1, b"abcd"),
-        Gathered(0, b"", "rank 1 is gone"),
-        Forward((1,), (2,)),
+        msg.Hello(1, 0, 4711, b"n" * 16, b""),
+        msg.Welcome(1, b""),
+        msg.Ping(),
+        msg.Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30)),
+        msg.Bootstrap(0, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1),
+        msg.SideChannel(1, b"abcd"),
+        msg.Gathered(0, b"", "rank 1 is gone"),
+        msg.Forward((1,), (2,)),
         of_prompt(1, 0, 3, (5, 6, 7)),
-        of_prompts((1, 2), (3, 1), (0, 0), (5, 6, 7, 8), samplings=(Sampling(), Sampling(0.5))),
-        Forward((1, 2), (2, 5), (2, 1), (7, 8, 9), drafts=3),
+        of_prompts((1, 2), (3, 1), (0, 0), (5, 6, 7, 8), samplings=(msg.Sampling(), msg.Sampling(0.5))),
+        msg.Forward((1, 2), (2, 5), (2, 1), (7, 8, 9), drafts=3),
         of_prompt(1, 0, 3, (5, 6), following=7),
         of_prompt(1, 2, 3, (7,), drafts=1),
-        ChosenTokens(1, (7,)),
-        SessionStop(1, "stop", 3),
-        Evict((1,)),
-        Arrange((64, 64, 1024)),
-        Arrange((64, 64), lanes=(0, 1)),
-        Spill(1, 0, 2, b"d" * 16),
-        FetchBlocks(1, 256, b"d" * 32),
-        FetchedBlocks(1, 2),
-        Restore(1, 1),
-        Ack(5, 3, 6, 0xDEADBEEF),
-        Error(Code.INTERNAL, "it broke", 0),
-        Init(),
-        SanityCheck(),
-        LoadShard("/models/tiny", 512, (2,)),
-        LoadShard("/models/tiny", 512, (2,), split=(40, 24)),
-        LoadShard("/models/tiny", 512, (2,), counted=(CountedShare(1 << 30, 2048),)),
-        KvBudget(1 << 30),
-        Unload(),
-        Shutdown(),
-        InitDone(0, 2),
-        SanityDone(2, (0, 1), 0xDEADBEEF),
-        Loaded(2048, 4096, 1 << 20, (2,)),
-        Loaded(2048, 4096, 1 << 20, (2,), layers=(24, 25)),
-        Done(),
-        TimeCollectives("sum", 1024, 8),
-        CollectivesTimed(0.25, False),
-        Generate(1, (5, 6, 7), 100),
-        Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2)),
-        Accepted(1),
-        Prefilled(1, 512, 128),
-        Delta((1,), (0,), (42,)),
-        ScoredDelta(1, 0, (42,), (-0.5,), 2, (42, 43), (-0.5, -1.5)),
-        Cancel(1),
-        Finished(1, "stop", 1, 1),
-        SessionEnd(),
+        msg.ChosenTokens(1, (7,)),
+        msg.SessionStop(1, "stop", 3),
+        msg.Evict((1,)),
+        msg.Arrange((64, 64, 1024)),
+        msg.Arrange((64, 64), lanes=(0, 1)),
+        msg.Spill(1, 0, 2, b"d" * 16),
+        msg.FetchBlocks(1, 256, b"d" * 32),
+        msg.FetchedBlocks(1, 2),
+        msg.Restore(1, 1),
+        msg.Ack(5, 3, 6, 0xDEADBEEF),
+        msg.Error(Code.INTERNAL, "it broke", 0),
+        msg.Init(),
+        msg.SanityCheck(),
+        msg.LoadShard("/models/tiny", 512, (2,)),
+        msg.LoadShard("/models/tiny", 512, (2,), split=(40, 24)),
+        msg.LoadShard("/models/tiny", 512, (2,), counted=(msg.CountedShare(1 << 30, 2048),)),
+        msg.KvBudget(1 << 30),
+        msg.Unload(),
+        msg.Shutdown(),
+        msg.InitDone(0, 2),
+        msg.SanityDone(2, (0, 1), 0xDEADBEEF),
+        msg.Loaded(2048, 4096, 1 << 20, (2,)),
+        msg.Loaded(2048, 4096, 1 << 20, (2,), layers=(24, 25)),
+        msg.Done(),
+        msg.TimeCollectives("sum", 1024, 8),
+        msg.CollectivesTimed(0.25, False),
+        msg.Generate(1, (5, 6, 7), 100),
+        msg.Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2)),
+        msg.Accepted(1),
+        msg.Prefilled(1, 512, 128),
+        msg.Delta((1,), (0,), (42,)),
+        msg.ScoredDelta(1, 0, (42,), (-0.5,), 2, (42, 43), (-0.5, -1.5)),
+        msg.Cancel(1),
+        msg.Finished(1, "stop", 1, 1),
+        msg.SessionEnd(),
         *_CONTROL_EXAMPLES,
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
@@ -270,16 +207,18 @@ EXAMPLES: dict[type[Message], Message] = {
 assert set(EXAMPLES) == set(messages().values())
 
 
-ROWS: dict[type[Message], Message] = {kind: row for kind, row in EXAMPLES.items() if isinstance(row, NodeRow)}
+ROWS: dict[type[msg.Message], msg.Message] = {
+    kind: row for kind, row in EXAMPLES.items() if isinstance(row, NodeRow)
+}
 """Those of `EXAMPLES` that come in a Report."""
 
 
-def to_body(message: Message) -> dict[str, Any]:
+def to_body(message: msg.Message) -> dict[str, Any]:
     """The map that a frame of this message has."""
     return message.CODEC.to_wire(message)
 
 
-def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
+def field_codecs(message: type[msg.Message]) -> tuple[tuple[str, FieldCodec], ...]:
     """Names and codecs of a message's fields, in order."""
     return tuple((f.name, f.metadata["codec"]) for f in fields(message))
 
@@ -300,12 +239,12 @@ def _addresses(max_items: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(st.text(_printable, max_size=60), max_size=max_items).map(tuple)
 
 
-_rank = st.integers(0, MAX_RANKS - 1)
-_size = st.integers(1, MAX_RANKS)
-_count = st.integers(0, U63)
-_u32 = st.integers(0, U32)
-_uid = st.integers(1, U32)
-_context = st.integers(1, MAX_CONTEXT)
+_rank = st.integers(0, msg.MAX_RANKS - 1)
+_size = st.integers(1, msg.MAX_RANKS)
+_count = st.integers(0, msg.U63)
+_u32 = st.integers(0, msg.U32)
+_uid = st.integers(1, msg.U32)
+_context = st.integers(1, msg.MAX_CONTEXT)
 _seconds = st.floats(0.0, 1e9)
 _token = st.integers(0, 2**31 - 1)
 _token_lists = _ints(0, 2**31 - 1, 1, 40)
@@ -317,23 +256,23 @@ _raw = st.text(st.characters(codec="utf-8"), max_size=100)
 _short = st.text(_printable, max_size=8)
 _node = st.text("0123456789abcdef", max_size=32)
 _nodes = st.lists(_node.filter(bool), max_size=64).map(tuple)
-_epoch = st.integers(1, U63)
+_epoch = st.integers(1, msg.U63)
 _name = st.text(_printable, max_size=64)
 _group = st.just("") | st.builds(
     "{}#{}".format, st.text(_printable, min_size=1, max_size=20), st.integers(0, 99)
 )
 _one_group = _group.filter(bool)
-_split = _ints(1, MAX_LAYERS, 0, MAX_RANKS)
+_split = _ints(1, msg.MAX_LAYERS, 0, msg.MAX_RANKS)
 _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
-_digest = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
+_digest = st.binary(min_size=msg.DIGEST_BYTES, max_size=msg.DIGEST_BYTES)
 _reason = st.sampled_from(("stop", "length", "cancel"))
 _phase = st.sampled_from(
     ("starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing")
 )
 
 SAMPLING = st.builds(
-    Sampling,
+    msg.Sampling,
     st.floats(0.0, 100.0),
     st.floats(0.0, 1.0),
     _token,
@@ -343,22 +282,22 @@ SAMPLING = st.builds(
     _count,
 )
 SHAPING = st.builds(
-    Shaping,
+    msg.Shaping,
     st.floats(0.01, 100.0),
     st.floats(-100.0, 100.0),
     st.floats(-100.0, 100.0),
     _ints(0, 2**31 - 1, 0, 40),
     _floats(-1e9, 1e9, 0, 40),
-    st.integers(0, MAX_CONTEXT),
+    st.integers(0, msg.MAX_CONTEXT),
     st.sampled_from(("", "json_schema", "regex", "lark")),
     _raw,
 )
 
-_STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
-    Hello: st.builds(Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
-    Welcome: st.builds(Welcome, _u32, _proof),
-    Pong: st.builds(
-        Pong,
+_STRATEGIES: dict[type[msg.Message], st.SearchStrategy[msg.Message]] = {
+    msg.Hello: st.builds(msg.Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
+    msg.Welcome: st.builds(msg.Welcome, _u32, _proof),
+    msg.Pong: st.builds(
+        msg.Pong,
         _phase,
         _seconds,
         _count,
@@ -375,12 +314,12 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         ),
         _count,
     ),
-    Bootstrap: st.builds(
-        Bootstrap,
+    msg.Bootstrap: st.builds(
+        msg.Bootstrap,
         _rank,
         _size,
         st.sampled_from(("none", "ring", "jaccl")),
-        st.lists(_text, max_size=MAX_RANKS).map(tuple),
+        st.lists(_text, max_size=msg.MAX_RANKS).map(tuple),
         _text,
         st.binary(min_size=32, max_size=32),
         _seconds,
@@ -390,104 +329,119 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _seconds,
         st.sampled_from(("auto", "broadcast-draws")),
         st.sampled_from(("auto", "off", "lookup", "mtp", "draft")),
-        st.lists(st.sampled_from(("", "rdma_en5", "rdma_en3,rdma_en4")), max_size=MAX_RANKS**2).map(tuple),
+        st.lists(st.sampled_from(("", "rdma_en5", "rdma_en3,rdma_en4")), max_size=msg.MAX_RANKS**2).map(
+            tuple
+        ),
         st.booleans(),
         st.booleans(),
         _seconds,
-        st.lists(_short, max_size=MAX_RANKS).map(tuple),
+        st.lists(_short, max_size=msg.MAX_RANKS).map(tuple),
         disk_folder=_raw,
         disk_bytes=_count,
     ),
-    ChosenTokens: st.builds(ChosenTokens, _count, _token_lists),
-    SideChannel: st.builds(SideChannel, st.integers(1, MAX_ROUNDS), st.binary(max_size=300)),
-    Gathered: st.builds(Gathered, st.integers(0, MAX_ROUNDS), st.binary(max_size=2400), _text),
-    Forward: st.builds(
-        Forward,
-        _ints(1, U32, 1, 40),
-        _ints(0, MAX_CONTEXT, 1, 40),
-        _ints(0, MAX_FRAME_TOKENS, 0, 40),
+    msg.ChosenTokens: st.builds(msg.ChosenTokens, _count, _token_lists),
+    msg.SideChannel: st.builds(msg.SideChannel, st.integers(1, msg.MAX_ROUNDS), st.binary(max_size=300)),
+    msg.Gathered: st.builds(msg.Gathered, st.integers(0, msg.MAX_ROUNDS), st.binary(max_size=2400), _text),
+    msg.Forward: st.builds(
+        msg.Forward,
+        _ints(1, msg.U32, 1, 40),
+        _ints(0, msg.MAX_CONTEXT, 1, 40),
+        _ints(0, msg.MAX_FRAME_TOKENS, 0, 40),
         _ints(0, 2**31 - 1, 0, 40),
         _exchange,
         _agreement,
-        st.integers(RESTS, MAX_DRAFTS),
+        st.integers(msg.RESTS, msg.MAX_DRAFTS),
         st.lists(
             st.builds(
-                PromptPart, _context, _u32, st.booleans(), SAMPLING, _u32, _ints(1, U32, 0, 40), _token
+                msg.PromptPart,
+                _context,
+                _u32,
+                st.booleans(),
+                SAMPLING,
+                _u32,
+                _ints(1, msg.U32, 0, 40),
+                _token,
             ),
-            max_size=MAX_PROMPTS,
+            max_size=msg.MAX_PROMPTS,
         ).map(tuple),
     ),
-    SessionStop: st.builds(
-        SessionStop,
+    msg.SessionStop: st.builds(
+        msg.SessionStop,
         _uid,
         st.sampled_from(("stop", "length", "cancel", "preempt", "error")),
         _count,
-        st.integers(0, MAX_CONTEXT),
-        _ints(1, U32, 0, 40),
+        st.integers(0, msg.MAX_CONTEXT),
+        _ints(1, msg.U32, 0, 40),
     ),
-    Evict: st.builds(Evict, _ints(1, U32, 0, 40)),
-    Arrange: st.builds(Arrange, _ints(1, MAX_ROOM, 0, 40), st.booleans()),
-    Spill: st.builds(Spill, _uid, st.integers(0, MAX_CONTEXT), _context, _digest, st.just(b"") | _digest),
-    FetchBlocks: st.builds(FetchBlocks, _uid, _context, st.binary(min_size=DIGEST_BYTES, max_size=300)),
-    FetchedBlocks: st.builds(FetchedBlocks, _uid, st.integers(0, MAX_BLOCKS)),
-    Restore: st.builds(Restore, _uid, st.integers(0, MAX_BLOCKS), st.booleans()),
-    KvBudget: st.builds(KvBudget, _count, st.booleans()),
-    Ack: st.builds(Ack, _count, _count, _count, _u32, _count, _count),
-    Error: st.builds(Error, st.sampled_from(Code), _text, _u32),
-    LoadShard: st.builds(
-        LoadShard,
+    msg.Evict: st.builds(msg.Evict, _ints(1, msg.U32, 0, 40)),
+    msg.Arrange: st.builds(msg.Arrange, _ints(1, msg.MAX_ROOM, 0, 40), st.booleans()),
+    msg.Spill: st.builds(
+        msg.Spill, _uid, st.integers(0, msg.MAX_CONTEXT), _context, _digest, st.just(b"") | _digest
+    ),
+    msg.FetchBlocks: st.builds(
+        msg.FetchBlocks, _uid, _context, st.binary(min_size=msg.DIGEST_BYTES, max_size=300)
+    ),
+    msg.FetchedBlocks: st.builds(msg.FetchedBlocks, _uid, st.integers(0, msg.MAX_BLOCKS)),
+    msg.Restore: st.builds(msg.Restore, _uid, st.integers(0, msg.MAX_BLOCKS), st.booleans()),
+    msg.KvBudget: st.builds(msg.KvBudget, _count, st.booleans()),
+    msg.Ack: st.builds(msg.Ack, _count, _count, _count, _u32, _count, _count),
+    msg.Error: st.builds(msg.Error, st.sampled_from(Code), _text, _u32),
+    msg.LoadShard: st.builds(
+        msg.LoadShard,
         _raw,
         _context,
         _ints(0, 2**31 - 1, 0, 64),
-        st.integers(0, MAX_CONTEXT),
+        st.integers(0, msg.MAX_CONTEXT),
         st.integers(0, 8),
         _count,
         _raw,
-        st.lists(_raw, max_size=MAX_RANKS).map(tuple),
+        st.lists(_raw, max_size=msg.MAX_RANKS).map(tuple),
         _split,
-        st.lists(st.builds(CountedShare, _count, _count), max_size=MAX_RANKS).map(tuple),
+        st.lists(st.builds(msg.CountedShare, _count, _count), max_size=msg.MAX_RANKS).map(tuple),
     ),
-    InitDone: st.builds(InitDone, _rank, _size),
-    SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
-    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4, st.booleans()),
-    Done: st.builds(Done, st.booleans()),
-    TimeCollectives: st.builds(
-        TimeCollectives,
+    msg.InitDone: st.builds(msg.InitDone, _rank, _size),
+    msg.SanityDone: st.builds(msg.SanityDone, _count, _ints(0, 2**31 - 1, 0, msg.MAX_RANKS), _u32),
+    msg.Loaded: st.builds(
+        msg.Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4, st.booleans()
+    ),
+    msg.Done: st.builds(msg.Done, st.booleans()),
+    msg.TimeCollectives: st.builds(
+        msg.TimeCollectives,
         st.sampled_from(("sum", "gather", "chain")),
-        st.integers(1, MAX_TIMED_BYTES),
-        st.integers(1, MAX_TIMED_ROUNDS),
+        st.integers(1, msg.MAX_TIMED_BYTES),
+        st.integers(1, msg.MAX_TIMED_ROUNDS),
     ),
-    CollectivesTimed: st.builds(CollectivesTimed, _seconds, st.booleans()),
-    Generate: st.builds(
-        Generate,
+    msg.CollectivesTimed: st.builds(msg.CollectivesTimed, _seconds, st.booleans()),
+    msg.Generate: st.builds(
+        msg.Generate,
         _uid,
         _token_lists,
         _context,
         SAMPLING,
         SHAPING,
-        st.integers(-1, MAX_TOP_LOGPROBS),
+        st.integers(-1, msg.MAX_TOP_LOGPROBS),
         st.booleans(),
         client=_count,
         user=_count,
         salt=_count,
         group=_group,
-        places=_ints(1, MAX_CONTEXT, 0, MAX_PLACES),
+        places=_ints(1, msg.MAX_CONTEXT, 0, msg.MAX_PLACES),
     ),
-    Accepted: st.builds(Accepted, _uid),
-    Prefilled: st.builds(Prefilled, _uid, _count, _count),
-    ScoredDelta: st.builds(
-        ScoredDelta,
+    msg.Accepted: st.builds(msg.Accepted, _uid),
+    msg.Prefilled: st.builds(msg.Prefilled, _uid, _count, _count),
+    msg.ScoredDelta: st.builds(
+        msg.ScoredDelta,
         _uid,
         _token,
         _token_lists,
         _floats(-1e9, 0.0, 0, 40),
-        st.integers(0, MAX_TOP_LOGPROBS),
+        st.integers(0, msg.MAX_TOP_LOGPROBS),
         _ints(0, 2**31 - 1, 0, 40),
         _floats(-1e9, 0.0, 0, 40),
     ),
-    Delta: st.builds(Delta, _ints(1, U32, 1, 40), _token_lists, _token_lists),
-    Cancel: st.builds(Cancel, _uid),
-    Finished: st.builds(Finished, _uid, _reason, *(_count,) * 5),
+    msg.Delta: st.builds(msg.Delta, _ints(1, msg.U32, 1, 40), _token_lists, _token_lists),
+    msg.Cancel: st.builds(msg.Cancel, _uid),
+    msg.Finished: st.builds(msg.Finished, _uid, _reason, *(_count,) * 5),
     JoinOffer: st.builds(JoinOffer, _certificate, _nonce, _name, _addresses(MAX_ADDRESSES)),
     JoinRequest: st.builds(
         JoinRequest,
@@ -573,19 +527,19 @@ _STRATEGIES |= {
     ModelStatus: st.builds(ModelStatus, _short, _short, _text, shape=st.binary(max_size=100)),
     Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, _group),
     Prepared: st.builds(Prepared, _epoch, _short, _raw),
-    StartRank: st.builds(StartRank, _epoch, _STRATEGIES[Bootstrap]),
+    StartRank: st.builds(StartRank, _epoch, _STRATEGIES[msg.Bootstrap]),
     RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
-    RankPong: st.builds(RankPong, _epoch, _rank, _STRATEGIES[Pong]),
+    RankPong: st.builds(RankPong, _epoch, _rank, _STRATEGIES[msg.Pong]),
     RankTrouble: st.builds(RankTrouble, _epoch, _rank, st.sampled_from(Code), _text, st.booleans()),
     EndEpoch: st.builds(EndEpoch, _epoch, st.booleans()),
     EpochEnded: st.builds(EpochEnded, _epoch),
-    RankSide: st.builds(RankSide, _epoch, _rank, _STRATEGIES[SideChannel]),
-    RankGathered: st.builds(RankGathered, _epoch, _rank, _STRATEGIES[Gathered]),
+    RankSide: st.builds(RankSide, _epoch, _rank, _STRATEGIES[msg.SideChannel]),
+    RankGathered: st.builds(RankGathered, _epoch, _rank, _STRATEGIES[msg.Gathered]),
     MachineWanted: st.builds(MachineWanted),
     Serving: st.builds(
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
         _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
-        _u32, _ints(0, U32, 0, MAX_RANKS), _group, _text,
+        _u32, _ints(0, msg.U32, 0, msg.MAX_RANKS), _group, _text,
         _count, _count, _count, _u32, st.booleans(), st.booleans(),
     ),
     GroupAssignment: st.builds(
@@ -594,7 +548,7 @@ _STRATEGIES |= {
     ),
     LeftOutGroup: st.builds(LeftOutGroup, _short, _shorts, _text, st.booleans()),
     ReplicaLoad: st.builds(
-        ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=DIGEST_BYTES * MAX_HASHES)
+        ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=msg.DIGEST_BYTES * MAX_HASHES)
     ),
     RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
@@ -632,33 +586,33 @@ _STRATEGIES[Report] = st.builds(
     Report, _count, st.one_of(*(_STRATEGIES[kind] for kind in ROWS)), st.booleans()
 )
 
-MESSAGE: st.SearchStrategy[Message] = st.one_of(
+MESSAGE: st.SearchStrategy[msg.Message] = st.one_of(
     *(_STRATEGIES.get(message, st.builds(message)) for message in messages().values())
 )
 """Any message with any values its fields allow."""
 
 
-def fullest_generate(tokens: int) -> Generate:
+def fullest_generate(tokens: int) -> msg.Generate:
     """A request that asks for everything, with `tokens` prompt tokens."""
-    return Generate(
-        U32,
+    return msg.Generate(
+        msg.U32,
         tuple(range(tokens)),
-        MAX_CONTEXT,
-        Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63),
-        Shaping(
+        msg.MAX_CONTEXT,
+        msg.Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, msg.U63),
+        msg.Shaping(
             1.5,
             -2.0,
             2.0,
-            tuple(range(MAX_BIASES)),
-            (-1e9,) * MAX_BIASES,
-            MAX_CONTEXT,
+            tuple(range(msg.MAX_BIASES)),
+            (-1e9,) * msg.MAX_BIASES,
+            msg.MAX_CONTEXT,
             "json_schema",
-            "\U0001f4a5" * MAX_GRAMMAR,
+            "\U0001f4a5" * msg.MAX_GRAMMAR,
         ),
-        MAX_TOP_LOGPROBS,
+        msg.MAX_TOP_LOGPROBS,
         True,
-        client=U63,
-        user=U63,
-        salt=U63,
-        places=(MAX_CONTEXT,) * MAX_PLACES,
+        client=msg.U63,
+        user=msg.U63,
+        salt=msg.U63,
+        places=(msg.MAX_CONTEXT,) * msg.MAX_PLACES,
     )

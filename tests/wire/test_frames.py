@@ -15,40 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire import messages as msg
 from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments, Members, ModelStatus, RosterEntry
 from mlxtp.wire.codecs import FieldCodec, located
-from mlxtp.wire.frames import (
-    MAX_FRAME,
-    MAX_OPENING_FRAME,
-    Decoder,
-    Frame,
-    encode,
-)
-from mlxtp.wire.messages import (
-    GREEDY,
-    MAX_BIASES,
-    MAX_FRAME_TOKENS,
-    MAX_GRAMMAR,
-    MAX_PROMPTS,
-    MAX_ROWS,
-    MAX_WIDTH,
-    PLAIN,
-    U63,
-    Ack,
-    Error,
-    Evict,
-    Forward,
-    Generate,
-    LoadShard,
-    Message,
-    Ping,
-    Pong,
-    PromptPart,
-    Sampling,
-    ScoredDelta,
-    SessionStop,
-    Shaping,
-)
+from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 
 from .forwards import of_prompt, of_prompts
@@ -85,13 +55,13 @@ def refusal(payload: bytes, decoder: Decoder | None = None) -> Code:
 
 
 @given(MESSAGE, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_every_message_arrives_as_it_was_sent(message: Message, epoch: int, seq: int) -> None:
+def test_every_message_arrives_as_it_was_sent(message: msg.Message, epoch: int, seq: int) -> None:
     assert read_all(open_decoder(), encode(message, epoch, seq)) == [Frame(message, epoch, seq)]
 
 
 @settings(max_examples=40)
 @given(st.lists(MESSAGE, max_size=6), st.data())
-def test_how_the_stream_is_cut_does_not_matter(messages: list[Message], data: st.DataObject) -> None:
+def test_how_the_stream_is_cut_does_not_matter(messages: list[msg.Message], data: st.DataObject) -> None:
     stream = b"".join(encode(message, 1, seq) for seq, message in enumerate(messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     decoder, frames = open_decoder(), []
@@ -109,26 +79,28 @@ def test_one_byte_at_a_time() -> None:
 
 
 def test_the_longest_prompt_fits_a_frame() -> None:
-    message = Generate(1, tuple(range(MAX_FRAME_TOKENS)), 1)
+    message = msg.Generate(1, tuple(range(msg.MAX_FRAME_TOKENS)), 1)
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
 def test_the_longest_request_fits_a_frame() -> None:
-    message = fullest_generate(MAX_FRAME_TOKENS)
+    message = fullest_generate(msg.MAX_FRAME_TOKENS)
     assert read_all(open_decoder(), encode(message, 2**63 - 1, 2**63 - 1)) == [
         Frame(message, 2**63 - 1, 2**63 - 1)
     ]
 
 
 def test_the_widest_step_fits_a_frame() -> None:
-    rows, width = tuple(range(1, MAX_ROWS + 1)), MAX_WIDTH
-    message = Forward(rows, rows, (width,) * MAX_ROWS, (2**31 - 1,) * (MAX_ROWS * width), "logits")
+    rows, width = tuple(range(1, msg.MAX_ROWS + 1)), msg.MAX_WIDTH
+    message = msg.Forward(
+        rows, rows, (width,) * msg.MAX_ROWS, (2**31 - 1,) * (msg.MAX_ROWS * width), "logits"
+    )
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
 def test_many_prompts_fit_a_small_frame() -> None:
-    count = MAX_PROMPTS
-    samplings = [Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63 - n) for n in range(count)]
+    count = msg.MAX_PROMPTS
+    samplings = [msg.Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, msg.U63 - n) for n in range(count)]
     uids = tuple(range(1, count + 1))
     message = of_prompts(uids, (1,) * count, (0,) * count, (5,) * count, samplings=samplings)
     frame = encode(message, 1, 1)
@@ -137,23 +109,25 @@ def test_many_prompts_fit_a_small_frame() -> None:
 
 
 def test_a_part_of_a_message_comes_back_as_itself() -> None:
-    message = Generate(1, (5,), 9, Sampling(0.5, seed=7), Shaping(min_tokens=3, bias_values=(0.25,)))
+    message = msg.Generate(
+        1, (5,), 9, msg.Sampling(0.5, seed=7), msg.Shaping(min_tokens=3, bias_values=(0.25,))
+    )
     (frame,) = read_all(open_decoder(), encode(message, 1, 1))
-    assert isinstance(frame.message, Generate)
-    assert type(frame.message.sampling) is Sampling
-    assert type(frame.message.shaping) is Shaping
+    assert isinstance(frame.message, msg.Generate)
+    assert type(frame.message.sampling) is msg.Sampling
+    assert type(frame.message.shaping) is msg.Shaping
     assert hash(frame.message) == hash(message)
 
 
 def test_a_number_without_a_fraction_is_a_number() -> None:
-    message = of_prompt(1, 0, 1, (5,), sampling=Sampling(temperature=1, top_p=0))
+    message = of_prompt(1, 0, 1, (5,), sampling=msg.Sampling(temperature=1, top_p=0))
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
 def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
-    message = Error(max(Code, key=len), "\U0001f4a5" * 2000, 2**32 - 1)
+    message = msg.Error(max(Code, key=len), "\U0001f4a5" * 2000, 2**32 - 1)
     (frame,) = read_all(Decoder(), encode(message, 2**63 - 1, 2**63 - 1, MAX_OPENING_FRAME))
-    assert isinstance(frame.message, Error)
+    assert isinstance(frame.message, msg.Error)
     assert len(frame.message.detail) == 1000
 
 
@@ -163,33 +137,33 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Forward((2**32,), (2,)),
-        Forward(("one",), (2,)),  # type: ignore[arg-type]
+        msg.Forward((2**32,), (2,)),
+        msg.Forward(("one",), (2,)),  # type: ignore[arg-type]
         of_prompt(1, 0, 1, (5,), take=1),  # type: ignore[arg-type]
         of_prompt(1, 0, 1, (5,), sampling=None),  # type: ignore[arg-type]
-        of_prompt(1, 0, 1, (5,), sampling=PLAIN),  # type: ignore[arg-type]
-        of_prompt(1, 0, 1, (5,), sampling=Sampling(temperature=-0.5)),
-        of_prompt(1, 0, 1, (5,), sampling=Sampling(top_p=float("nan"))),
-        of_prompt(1, 0, 1, (5,), sampling=Sampling(seed=2**63)),
-        Generate(1, (5,), 1, shaping=Shaping(repetition_penalty=0.0)),
-        Generate(1, (5,), 1, shaping=Shaping(bias_tokens=(1,) * (MAX_BIASES + 1))),
-        Generate(1, (5,), 1, shaping=Shaping(bias_values=(float("inf"),))),
-        Generate(1, (5,), 1, shaping=Shaping(bias_values=(1e300,))),
-        Generate(1, (5,), 1, shaping=Shaping(grammar_kind="yacc")),
-        Generate(1, (5,), 1, shaping=Shaping(grammar="x" * (MAX_GRAMMAR + 1))),
-        Generate(1, (5,), 1, logprobs=-2),
-        ScoredDelta(1, 0, (5,), (0.5,), 0, (), ()),
-        ScoredDelta(1, 0, (5,), (float("-inf"),), 0, (), ()),
-        ScoredDelta(1, 0, (5,), (None,), 0, (), ()),  # type: ignore[arg-type]
-        Forward((1,), (0,), (1,), (5,), prompts=(PromptPart(1),) * (MAX_PROMPTS + 1)),
-        Forward((1,), (0,), (1,), (5,), prompts=(PLAIN,)),  # type: ignore[arg-type]
-        SessionStop(1, "bored", 1),
-        Evict((0,)),
-        LoadShard("x" * 4001, 512, ()),
-        Ack(2**70, 0, 0, 0),
+        of_prompt(1, 0, 1, (5,), sampling=msg.PLAIN),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (5,), sampling=msg.Sampling(temperature=-0.5)),
+        of_prompt(1, 0, 1, (5,), sampling=msg.Sampling(top_p=float("nan"))),
+        of_prompt(1, 0, 1, (5,), sampling=msg.Sampling(seed=2**63)),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(repetition_penalty=0.0)),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(bias_tokens=(1,) * (msg.MAX_BIASES + 1))),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(bias_values=(float("inf"),))),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(bias_values=(1e300,))),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(grammar_kind="yacc")),
+        msg.Generate(1, (5,), 1, shaping=msg.Shaping(grammar="x" * (msg.MAX_GRAMMAR + 1))),
+        msg.Generate(1, (5,), 1, logprobs=-2),
+        msg.ScoredDelta(1, 0, (5,), (0.5,), 0, (), ()),
+        msg.ScoredDelta(1, 0, (5,), (float("-inf"),), 0, (), ()),
+        msg.ScoredDelta(1, 0, (5,), (None,), 0, (), ()),  # type: ignore[arg-type]
+        msg.Forward((1,), (0,), (1,), (5,), prompts=(msg.PromptPart(1),) * (msg.MAX_PROMPTS + 1)),
+        msg.Forward((1,), (0,), (1,), (5,), prompts=(msg.PLAIN,)),  # type: ignore[arg-type]
+        msg.SessionStop(1, "bored", 1),
+        msg.Evict((0,)),
+        msg.LoadShard("x" * 4001, 512, ()),
+        msg.Ack(2**70, 0, 0, 0),
         of_prompt(1, 0, 1, (-1,)),
-        Forward((1,), (0,), (1,), None, prompts=(PromptPart(1),)),  # type: ignore[arg-type]
-        LoadShard("\ud800", 512, ()),
+        msg.Forward((1,), (0,), (1,), None, prompts=(msg.PromptPart(1),)),  # type: ignore[arg-type]
+        msg.LoadShard("\ud800", 512, ()),
         JoinRequest(bytes(8), bytes(16), "mini\x1b[2J", bytes(65), bytes(32), bytes(32), bytes(8)),
         JoinOffer(b"x", bytes(32), "a\u202eb"),
         JoinGrant(b"x", bytes(32), ("10.0.0.1:1\r",)),
@@ -199,7 +173,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
     ],
     ids=lambda message: repr(message)[:100],
 )
-def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
+def test_a_value_that_no_peer_would_take_is_not_sent(message: msg.Message) -> None:
     with pytest.raises(LocalProtocolError) as caught:
         encode(message, 1, 1)
     assert caught.value.code is Code.FIELD_INVALID
@@ -209,19 +183,19 @@ def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Forward((), (2,)),
-        Forward((0,), (2,)),
-        Forward((1,), ()),
-        Forward((1,), (-1,)),
-        Forward((1,), (2,), (MAX_FRAME_TOKENS + 1,)),
-        Forward((1,), (2,), exchange="losers"),
-        Forward((1,), (2,), agreement="auto"),
-        Ack(-1, 0, 0, 0),
-        Ack(True, 0, 0, 0),
+        msg.Forward((), (2,)),
+        msg.Forward((0,), (2,)),
+        msg.Forward((1,), ()),
+        msg.Forward((1,), (-1,)),
+        msg.Forward((1,), (2,), (msg.MAX_FRAME_TOKENS + 1,)),
+        msg.Forward((1,), (2,), exchange="losers"),
+        msg.Forward((1,), (2,), agreement="auto"),
+        msg.Ack(-1, 0, 0, 0),
+        msg.Ack(True, 0, 0, 0),
     ],
     ids=lambda message: repr(message)[:100],
 )
-def test_a_bad_value_of_a_hot_message_is_refused_by_its_receiver(message: Message) -> None:
+def test_a_bad_value_of_a_hot_message_is_refused_by_its_receiver(message: msg.Message) -> None:
     assert refusal(encode(message, 1, 1)[4:]) is Code.FIELD_INVALID
 
 
@@ -238,24 +212,20 @@ def test_what_would_steer_a_terminal_is_no_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("said", "heard"),
-    [
-        ("no\nroom \x1b[31mleft", "no room ?[31mleft"),
-        ("abc\u202efed", "abc?fed"),
-        ("Füße 日本", "Füße 日本"),
-    ],
+    [("no\nroom \x1b[31mleft", "no room ?[31mleft"), ("abc\u202efed", "abc?fed"), ("Füße 日本", "Füße 日本")],
 )
 def test_a_reason_comes_as_one_line_that_can_be_printed(said: str, heard: str) -> None:
     """The receiver sees to that itself."""
-    error = Error(Code.INTERNAL, said, 0)
-    as_it_is = msgpack.packb([Error.TYPE, 0, 1, to_body(error) | {"detail": said}])
+    error = msg.Error(Code.INTERNAL, said, 0)
+    as_it_is = msgpack.packb([msg.Error.TYPE, 0, 1, to_body(error) | {"detail": said}])
     for data in (encode(error, 0, 1), framed(as_it_is)):
         [frame] = read_all(open_decoder(), data)
-        assert frame.message == Error(Code.INTERNAL, heard, 0)
+        assert frame.message == msg.Error(Code.INTERNAL, heard, 0)
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(LocalProtocolError) as caught:
-        encode(LoadShard("x" * 4000, 512, (1,) * 64), 1, 1, MAX_OPENING_FRAME)
+        encode(msg.LoadShard("x" * 4000, 512, (1,) * 64), 1, 1, MAX_OPENING_FRAME)
     assert caught.value.code is Code.FRAME_OVERSIZE
 
 
@@ -263,11 +233,11 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
 
 
 def ack_body(**changes: Any) -> dict[str, Any]:
-    return to_body(Ack(1, 1, 1, 1)) | changes
+    return to_body(msg.Ack(1, 1, 1, 1)) | changes
 
 
 def ack_frame(body: object = None) -> list[object]:
-    return [Ack.TYPE, 1, 1, ack_body() if body is None else body]
+    return [msg.Ack.TYPE, 1, 1, ack_body() if body is None else body]
 
 
 def nested(levels: int) -> list[Any]:
@@ -277,7 +247,7 @@ def nested(levels: int) -> list[Any]:
     return value
 
 
-PING = [Ping.TYPE, 1, 1, {}]
+PING = [msg.Ping.TYPE, 1, 1, {}]
 TWICE = msgpack.packb(ack_frame()).replace(b"\xa6digest", b"\xa4step")
 
 MALFORMED: dict[str, bytes] = {
@@ -349,7 +319,7 @@ def test_a_body_that_does_not_fit_its_type(what: str) -> None:
 
 
 def pong_with(phase_s: float) -> bytes:
-    frame: bytes = msgpack.packb([Pong.TYPE, 1, 1, to_body(EXAMPLES[Pong]) | {"phase_s": phase_s}])
+    frame: bytes = msgpack.packb([msg.Pong.TYPE, 1, 1, to_body(EXAMPLES[msg.Pong]) | {"phase_s": phase_s}])
     return frame
 
 
@@ -360,8 +330,8 @@ def test_a_float_that_is_no_time(phase_s: float) -> None:
 
 @pytest.mark.parametrize(("packed", "why"), [(b"\0" * 3, "odd size"), (b"", "empty"), (b"\0" * 4, "uid 0")])
 def test_packed_integers_that_are_none(packed: bytes, why: str) -> None:
-    body = to_body(EXAMPLES[Forward]) | {"rows": packed}
-    assert refusal(msgpack.packb([Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    body = to_body(EXAMPLES[msg.Forward]) | {"rows": packed}
+    assert refusal(msgpack.packb([msg.Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
 
 
 PROMPT = of_prompt(1, 0, 3, (5, 6, 7))
@@ -370,13 +340,13 @@ PROMPT = of_prompt(1, 0, 3, (5, 6, 7))
 def prompt_with(**sampling: object) -> bytes:
     body = to_body(PROMPT)
     body["prompts"][0]["sampling"] |= sampling
-    frame: bytes = msgpack.packb([Forward.TYPE, 1, 1, body])
+    frame: bytes = msgpack.packb([msg.Forward.TYPE, 1, 1, body])
     return frame
 
 
 def test_a_sampling_that_is_as_it_should_be() -> None:
     (frame,) = read_all(open_decoder(), framed(prompt_with(temperature=0.5)))
-    assert frame.message == of_prompt(1, 0, 3, (5, 6, 7), sampling=Sampling(0.5))
+    assert frame.message == of_prompt(1, 0, 3, (5, 6, 7), sampling=msg.Sampling(0.5))
 
 
 SAMPLINGS: dict[str, bytes] = {
@@ -396,11 +366,11 @@ def test_a_sampling_that_is_none(what: str) -> None:
 
 @pytest.mark.parametrize("part", [[], {}, {"temperature": 0.0}, b"", None, 1])
 def test_a_part_of_a_message_that_is_none(part: object) -> None:
-    body = to_body(EXAMPLES[Generate]) | {"shaping": part}
-    assert refusal(msgpack.packb([Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    body = to_body(EXAMPLES[msg.Generate]) | {"shaping": part}
+    assert refusal(msgpack.packb([msg.Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
     body = to_body(PROMPT)
     body["prompts"][0]["sampling"] = part
-    assert refusal(msgpack.packb([Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    assert refusal(msgpack.packb([msg.Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
 
 
 def test_a_refusal_names_the_field_inside_a_part() -> None:
@@ -415,16 +385,16 @@ def test_what_a_codec_says_does_not_move_the_place_of_a_fault() -> None:
 
 def test_a_part_of_another_class_is_not_sent() -> None:
     """Two classes may have fields of the same names."""
-    other = make_dataclass("Other", [(each.name, object) for each in fields(Sampling)])
-    part = other(*(getattr(GREEDY, each.name) for each in fields(Sampling)))
+    other = make_dataclass("Other", [(each.name, object) for each in fields(msg.Sampling)])
+    part = other(*(getattr(msg.GREEDY, each.name) for each in fields(msg.Sampling)))
     with pytest.raises(LocalProtocolError, match="cannot be sent: expected a Sampling, got a Other"):
-        encode(replace(EXAMPLES[Generate], sampling=part), 1, 1)
+        encode(replace(EXAMPLES[msg.Generate], sampling=part), 1, 1)
 
 
 def test_a_fault_in_a_codec_is_not_a_value_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Generate, "CODEC", FieldCodec(lambda value: value.nothing, lambda value: value))
+    monkeypatch.setattr(msg.Generate, "CODEC", FieldCodec(lambda value: value.nothing, lambda value: value))
     with pytest.raises(AttributeError):
-        encode(EXAMPLES[Generate], 1, 1)
+        encode(EXAMPLES[msg.Generate], 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -432,13 +402,13 @@ def test_a_fault_in_a_codec_is_not_a_value_that_cannot_be_sent(monkeypatch: pyte
     [b"\0" * 3, struct.pack("<f", float("nan")), struct.pack("<f", float("inf")), struct.pack("<f", 2e9)],
 )
 def test_packed_numbers_that_are_none(packed: bytes) -> None:
-    body = to_body(EXAMPLES[Generate])
+    body = to_body(EXAMPLES[msg.Generate])
     body["shaping"] = body["shaping"] | {"bias_values": packed}
-    assert refusal(msgpack.packb([Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    assert refusal(msgpack.packb([msg.Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
 
 
 @pytest.mark.parametrize("message", [m for m in EXAMPLES.values() if field_codecs(type(m))], ids=repr)
-def test_a_refusal_names_the_field(message: Message) -> None:
+def test_a_refusal_names_the_field(message: msg.Message) -> None:
     for name, _ in field_codecs(type(message)):
         payload = msgpack.unpackb(encode(message, 1, 1)[4:])
         payload[3][name] = {"not": "this"}
@@ -453,7 +423,7 @@ def test_a_refusal_names_the_field(message: Message) -> None:
 
 def test_no_two_messages_have_one_number() -> None:
     with pytest.raises(AssertionError, match="0x11"):
-        type("Twice", (Message,), {}, number=Error.TYPE)
+        type("Twice", (msg.Message,), {}, number=msg.Error.TYPE)
 
 
 @pytest.mark.parametrize("number", [0, 0x0F, 0x7F, 0xFE, 0x100, -1])
@@ -521,7 +491,7 @@ def test_nothing_of_earlier_frames_is_kept() -> None:
 
 def test_the_buffer_never_holds_more_than_a_frame_and_a_read() -> None:
     read = 64 * 1024
-    stream = encode(Generate(1, tuple(range(MAX_FRAME_TOKENS)), 1), 1, 1) * 3
+    stream = encode(msg.Generate(1, tuple(range(msg.MAX_FRAME_TOKENS)), 1), 1, 1) * 3
     decoder, frames = open_decoder(), 0
     for start in range(0, len(stream), read):
         frames += len(read_all(decoder, stream[start : start + read]))
@@ -555,7 +525,7 @@ def test_noise_is_refused_and_leaves_nothing_behind(count: int, limit: int) -> N
     rng = random.Random(20_000)
     frames = [encode(message, 1, 1) for message in EXAMPLES.values()]
     frames.append(encode(of_prompt(1, 0, 2000, tuple(range(2000))), 1, 1))
-    asking = replace(fullest_generate(3), shaping=Shaping(grammar_kind="regex", grammar="a+"))
+    asking = replace(fullest_generate(3), shaping=msg.Shaping(grammar_kind="regex", grammar="a+"))
     frames += [encode(asking, 1, 1)] * 5  # what nests deepest
     refused = 0
     process = psutil.Process()

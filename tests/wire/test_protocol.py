@@ -10,43 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire import messages as msg
 from mlxtp.wire.cluster_messages import BOTH_WAYS
 from mlxtp.wire.frames import encode, messages
-from mlxtp.wire.messages import (
-    Accepted,
-    Ack,
-    Arrange,
-    Cancel,
-    ChosenTokens,
-    Delta,
-    Done,
-    Error,
-    Evict,
-    FetchBlocks,
-    FetchedBlocks,
-    Finished,
-    Forward,
-    Gathered,
-    Generate,
-    Init,
-    KvBudget,
-    LoadShard,
-    Message,
-    Ping,
-    Pong,
-    Prefilled,
-    Restore,
-    Sampling,
-    SanityCheck,
-    ScoredDelta,
-    SessionEnd,
-    SessionStop,
-    Shutdown,
-    SideChannel,
-    Spill,
-    TimeCollectives,
-    Unload,
-)
 from mlxtp.wire.protocol import TERMINAL, RequestFailed, table
 from mlxtp.wire.session import DecodeLedger, LinkKind, LinkState, PipeLedger, Received, Session, Side
 
@@ -55,10 +21,10 @@ from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences
 
 EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in table(link)]
-KINDS: list[type[Message]] = [*messages().values(), RequestFailed]
+KINDS: list[type[msg.Message]] = [*messages().values(), RequestFailed]
 
 
-def say(name: str) -> Message:
+def say(name: str) -> msg.Message:
     return next(message for kind, message in EXAMPLES.items() if kind.__name__ == name)
 
 
@@ -69,47 +35,47 @@ def test_the_life_of_a_decode_link() -> None:
     link = Pair.of(LinkKind.DECODE)
     link.down(say("Hello"))
     link.up(say("Welcome"))
-    link.up(Init())
+    link.up(msg.Init())
     link.down(say("InitDone"))
-    link.up(SanityCheck())
+    link.up(msg.SanityCheck())
     link.down(say("SanityDone"))
 
-    link.up(LoadShard("/models/missing", 512, ()))
-    link.down(Error(Code.MODEL_INVALID, "no such folder", 0))
+    link.up(msg.LoadShard("/models/missing", 512, ()))
+    link.down(msg.Error(Code.MODEL_INVALID, "no such folder", 0))
     assert link.upper.state is LinkState.PROVEN, "a load that failed leaves the group usable"
-    link.up(Unload())  # other ranks could load it
-    link.down(Done())
-    link.up(LoadShard("/models/tiny", 512, ()))
+    link.up(msg.Unload())  # other ranks could load it
+    link.down(msg.Done())
+    link.up(msg.LoadShard("/models/tiny", 512, ()))
     link.down(say("Loaded"))
 
     link.up(of_prompt(1, 0, 5, (10, 11, 12)))
     link.up(of_prompt(1, 3, 5, (13, 14)))  # ahead of the first one's Ack
     first, second = link.upper.seq - 1, link.upper.seq
     assert link.upper.outstanding == link.lower.outstanding == 2
-    link.down(Ack(first, 1, 2, 0))
-    link.up(Forward((1,), (5,)))
-    link.up(ChosenTokens(2, (7,)))
-    link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq - 1, 3, 6, 98))
-    link.up(of_prompt(2, 0, 1, (20,)), Forward((2, 1), (1, 6)))
-    link.up(SessionStop(1, "stop", 4, keep=6))
-    link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
+    link.down(msg.Ack(first, 1, 2, 0))
+    link.up(msg.Forward((1,), (5,)))
+    link.up(msg.ChosenTokens(2, (7,)))
+    link.down(msg.Ack(second, 2, 4, 99), msg.Ack(link.upper.seq - 1, 3, 6, 98))
+    link.up(of_prompt(2, 0, 1, (20,)), msg.Forward((2, 1), (1, 6)))
+    link.up(msg.SessionStop(1, "stop", 4, keep=6))
+    link.down(msg.Ack(link.upper.seq - 2, 4, 8, 97), msg.Ack(link.upper.seq - 1, 5, 10, 96))
 
-    link.up(Forward((2,), (2,), (4,), (21, 22, 23, 24)))
-    link.down(Ack(link.upper.seq, 6, 12, 95))
+    link.up(msg.Forward((2,), (2,), (4,), (21, 22, 23, 24)))
+    link.down(msg.Ack(link.upper.seq, 6, 12, 95))
     link.up(of_prompt(3, 3, 5, (30, 31), source=1, take=True))
-    link.down(Ack(link.upper.seq, 7, 14, 94))
-    link.up(SanityCheck())
+    link.down(msg.Ack(link.upper.seq, 7, 14, 94))
+    link.up(msg.SanityCheck())
     assert link.lower.state is LinkState.CHECKING
     link.down(say("SanityDone"))
     link.up(say("TimeCollectives"))
     assert link.lower.state is LinkState.MEASURING
     link.down(say("CollectivesTimed"))
-    link.up(Forward((2, 3), (4, 5)))
-    link.down(Ack(link.upper.seq, 8, 16, 93))
-    link.up(Unload())
-    link.down(Done())
-    link.up(Shutdown())
-    link.down(Done(), SessionEnd())
+    link.up(msg.Forward((2, 3), (4, 5)))
+    link.down(msg.Ack(link.upper.seq, 8, 16, 93))
+    link.up(msg.Unload())
+    link.down(msg.Done())
+    link.up(msg.Shutdown())
+    link.down(msg.Done(), msg.SessionEnd())
 
     assert link.upper.closed
     assert link.lower.closed
@@ -120,34 +86,36 @@ def test_the_life_of_a_decode_link() -> None:
 def test_the_life_of_a_pipe_to_rank_0() -> None:
     pipe = Pair.of(LinkKind.PIPE_LEADER)
     pipe.down(say("Hello"))
-    pipe.up(say("Welcome"), Ping(), say("Bootstrap"))
-    pipe.down(say("Pong"), Done())
-    pipe.up(Init())
-    pipe.up(Ping(), Ping())
+    pipe.up(say("Welcome"), msg.Ping(), say("Bootstrap"))
+    pipe.down(say("Pong"), msg.Done())
+    pipe.up(msg.Init())
+    pipe.up(msg.Ping(), msg.Ping())
     pipe.down(say("Pong"), say("InitDone"), say("Pong"))
-    pipe.up(SanityCheck())
+    pipe.up(msg.SanityCheck())
     pipe.down(say("SanityDone"))
     pipe.up(say("LoadShard"))
     pipe.down(say("Loaded"))
 
-    pipe.up(Generate(1, (5, 6), 10), Generate(2, (7,), 10), Generate(5, (8,), 10))
-    pipe.down(Accepted(1), Accepted(2), Delta((1,), (0,), (50,)))
-    pipe.down(ScoredDelta(1, 1, (51, 52), (-0.5, -1.0), 1, (51, 53), (-0.5, -0.25)))
-    pipe.down(Delta((1, 2), (3, 0), (53, 60)))
-    pipe.down(Error(Code.CONTEXT_OVERFLOW, "too long", 5))
-    pipe.up(Cancel(5), Cancel(2))
-    pipe.down(Delta((2, 2), (1, 2), (61, 62)), Finished(2, "cancel", 3, 3))
-    pipe.down(Finished(1, "stop", 4, 4, cached=1, drafted=2, accepted=1))
+    pipe.up(msg.Generate(1, (5, 6), 10), msg.Generate(2, (7,), 10), msg.Generate(5, (8,), 10))
+    pipe.down(msg.Accepted(1), msg.Accepted(2), msg.Delta((1,), (0,), (50,)))
+    pipe.down(msg.ScoredDelta(1, 1, (51, 52), (-0.5, -1.0), 1, (51, 53), (-0.5, -0.25)))
+    pipe.down(msg.Delta((1, 2), (3, 0), (53, 60)))
+    pipe.down(msg.Error(Code.CONTEXT_OVERFLOW, "too long", 5))
+    pipe.up(msg.Cancel(5), msg.Cancel(2))
+    pipe.down(msg.Delta((2, 2), (1, 2), (61, 62)), msg.Finished(2, "cancel", 3, 3))
+    pipe.down(msg.Finished(1, "stop", 4, 4, cached=1, drafted=2, accepted=1))
 
-    pipe.up(Generate(6, (9,), 10))
-    pipe.up(KvBudget(1 << 20), Generate(7, (9,), 10))
-    pipe.down(Accepted(6), Accepted(7), Error(Code.CONTEXT_OVERFLOW, "outgrown", 7), say("Loaded"))
+    pipe.up(msg.Generate(6, (9,), 10))
+    pipe.up(msg.KvBudget(1 << 20), msg.Generate(7, (9,), 10))
+    pipe.down(
+        msg.Accepted(6), msg.Accepted(7), msg.Error(Code.CONTEXT_OVERFLOW, "outgrown", 7), say("Loaded")
+    )
     assert pipe.upper.state is LinkState.LOADED
-    pipe.up(Unload(), Cancel(6))
-    pipe.down(Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Unload
-    pipe.down(Done())
-    pipe.up(Shutdown())
-    pipe.down(Done(), SessionEnd())
+    pipe.up(msg.Unload(), msg.Cancel(6))
+    pipe.down(msg.Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Unload
+    pipe.down(msg.Done())
+    pipe.up(msg.Shutdown())
+    pipe.down(msg.Done(), msg.SessionEnd())
     assert pipe.upper.closed
     assert pipe.lower.closed
 
@@ -156,11 +124,11 @@ def test_the_life_of_a_plain_pipe() -> None:
     pipe = Pair.of(LinkKind.PIPE)
     pipe.down(say("Hello"))
     pipe.up(say("Welcome"), say("Bootstrap"))
-    pipe.down(Done())
-    pipe.up(Ping())
+    pipe.down(msg.Done())
+    pipe.up(msg.Ping())
     pipe.down(say("Pong"))
-    pipe.up(Shutdown())
-    pipe.down(Done(), SessionEnd())
+    pipe.up(msg.Shutdown())
+    pipe.down(msg.Done(), msg.SessionEnd())
     assert pipe.upper.closed
 
 
@@ -176,7 +144,7 @@ def test_the_life_of_a_join_link() -> None:
 
 def test_a_joiner_that_is_refused() -> None:
     link = pair_in(LinkKind.JOIN, LinkState.ASKED)
-    link.up(Error(Code.JOIN_REFUSED, "the token has expired", 0))
+    link.up(msg.Error(Code.JOIN_REFUSED, "the token has expired", 0))
     assert link.lower.closed
 
 
@@ -185,7 +153,7 @@ def test_who_joins_is_given_little_room_to_the_end(state: LinkState) -> None:
     pair = pair_in(LinkKind.JOIN, state)
     for end in (pair.upper, pair.lower):
         with pytest.raises(RemoteProtocolError) as caught:
-            end.receive_data(encode(LoadShard("x" * 4000, 512, (1,) * 64), EPOCH, 1))
+            end.receive_data(encode(msg.LoadShard("x" * 4000, 512, (1,) * 64), EPOCH, 1))
         assert caught.value.code is Code.FRAME_OVERSIZE
 
 
@@ -193,16 +161,16 @@ def test_who_joins_is_given_little_room_to_the_end(state: LinkState) -> None:
 def test_the_side_channel_of_a_rank_that_forms(kind: LinkKind) -> None:
     pipe = pair_in(kind, LinkState.LINKED)
     if kind is LinkKind.PIPE_LEADER:
-        pipe.up(Init())
-    pipe.down(SideChannel(1, b"abcd"))
-    pipe.up(Ping(), Gathered(1, b"abcdABCD"))
-    pipe.down(say("Pong"), SideChannel(2, b""))
-    pipe.up(Gathered(2, b""))
+        pipe.up(msg.Init())
+    pipe.down(msg.SideChannel(1, b"abcd"))
+    pipe.up(msg.Ping(), msg.Gathered(1, b"abcdABCD"))
+    pipe.down(say("Pong"), msg.SideChannel(2, b""))
+    pipe.up(msg.Gathered(2, b""))
     if kind is LinkKind.PIPE_LEADER:
         pipe.down(say("InitDone"))
-    pipe.up(Gathered(2, b"", "rank 1 did not form"))
-    pipe.up(Shutdown())
-    pipe.down(Done(), SessionEnd())
+    pipe.up(msg.Gathered(2, b"", "rank 1 did not form"))
+    pipe.up(msg.Shutdown())
+    pipe.down(msg.Done(), msg.SessionEnd())
 
 
 @pytest.mark.parametrize(
@@ -210,32 +178,32 @@ def test_the_side_channel_of_a_rank_that_forms(kind: LinkKind) -> None:
 )
 def test_a_round_that_crosses_what_ends_it(kind: LinkKind, state: LinkState) -> None:
     pipe = pair_in(kind, state)
-    error = pipe.upper.send(Gathered(0, b"", "rank 1 is gone"))
-    late = pipe.lower.send(SideChannel(1, b"abcd"))
+    error = pipe.upper.send(msg.Gathered(0, b"", "rank 1 is gone"))
+    late = pipe.lower.send(msg.SideChannel(1, b"abcd"))
     assert len(pipe.upper.receive_data(late)) == len(pipe.lower.receive_data(error)) == 1
     pipe = pair_in(kind, state)
-    shutdown = pipe.upper.send(Shutdown())
-    late = pipe.lower.send(SideChannel(1, b"abcd"))
+    shutdown = pipe.upper.send(msg.Shutdown())
+    late = pipe.lower.send(msg.SideChannel(1, b"abcd"))
     assert len(pipe.upper.receive_data(late)) == len(pipe.lower.receive_data(shutdown)) == 1
     if kind is LinkKind.PIPE_LEADER:
         pipe.down(say("InitDone"))
-    pipe.down(Done(), SessionEnd())
+    pipe.down(msg.Done(), msg.SessionEnd())
 
 
 def test_a_hello_that_is_refused() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.GREETED)
-    link.up(Error(Code.NOT_AUTHENTIC, "another epoch's key", 0))
+    link.up(msg.Error(Code.NOT_AUTHENTIC, "another epoch's key", 0))
     assert link.lower.closed
     link.lower.receive_eof()
 
 
 def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
     pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
-    shutdown = pipe.upper.send(Shutdown())
-    late = pipe.lower.send(Delta((1,), (0,), (50,))) + pipe.lower.send(Finished(1, "stop", 1, 1))
+    shutdown = pipe.upper.send(msg.Shutdown())
+    late = pipe.lower.send(msg.Delta((1,), (0,), (50,))) + pipe.lower.send(msg.Finished(1, "stop", 1, 1))
     assert len(pipe.upper.receive_data(late)) == 2
     pipe.lower.receive_data(shutdown)
-    pipe.down(Done(), SessionEnd())
+    pipe.down(msg.Done(), msg.SessionEnd())
 
 
 @pytest.mark.parametrize("crossed", [True, False])
@@ -252,14 +220,14 @@ def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
 )
 def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str, crossed: bool) -> None:
     pipe = pair_in(LinkKind.PIPE_LEADER, state)
-    shutdown = pipe.upper.send(Shutdown())
+    shutdown = pipe.upper.send(msg.Shutdown())
     if crossed:
         pipe.upper.receive_data(pipe.lower.send(say(reply)))
         pipe.lower.receive_data(shutdown)
     else:
         pipe.lower.receive_data(shutdown)
         pipe.down(say(reply))
-    pipe.down(Done(), SessionEnd())
+    pipe.down(msg.Done(), msg.SessionEnd())
     assert pipe.upper.closed
 
 
@@ -270,49 +238,53 @@ def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str,
 def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: LinkState) -> None:
     for side in Side:
         for kind, end in table(link)[state][side].items():
-            if kind is FetchedBlocks and state is not LinkState.LOADED:
+            if kind is msg.FetchedBlocks and state is not LinkState.LOADED:
                 continue  # the way here led past no FetchBlocks; the next test has it
             pair = pair_in(link, state)
-            if kind is Cancel and not requests(pair.upper).last_uid:
+            if kind is msg.Cancel and not requests(pair.upper).last_uid:
                 continue  # the way here led past no request
             prepare(pair, kind)
             pair.move(side, legal(pair, kind))
             assert pair.upper.state is end
 
 
-@pytest.mark.parametrize("command", [SanityCheck(), TimeCollectives("sum", 8, 1), Unload(), Shutdown()])
-def test_what_was_read_from_disk_may_cross_a_command(command: Message) -> None:
+@pytest.mark.parametrize(
+    "command", [msg.SanityCheck(), msg.TimeCollectives("sum", 8, 1), msg.Unload(), msg.Shutdown()]
+)
+def test_what_was_read_from_disk_may_cross_a_command(command: msg.Message) -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    pair.up(FetchBlocks(2, 256, b"d" * 16), FetchBlocks(3, 256, b"d" * 16), Restore(3, 0), command)
-    pair.down(FetchedBlocks(2, 1), FetchedBlocks(3, 1))
+    pair.up(
+        msg.FetchBlocks(2, 256, b"d" * 16), msg.FetchBlocks(3, 256, b"d" * 16), msg.Restore(3, 0), command
+    )
+    pair.down(msg.FetchedBlocks(2, 1), msg.FetchedBlocks(3, 1))
     assert pair.upper.state is pair.lower.state is not LinkState.FAILED
 
 
-def prepare(pair: Pair, kind: type[Message]) -> None:
+def prepare(pair: Pair, kind: type[msg.Message]) -> None:
     """Send what must have come before, other than what the state tells."""
-    if kind is Pong:
-        pair.up(Ping())
-    if kind is Ack:
-        pair.up(Forward((1,), (2,)))
-    if kind is Evict:
-        pair.up(SessionStop(1, "stop", 1, keep=2))
-    if kind in (FetchedBlocks, Restore) and 2 not in sequences(pair.upper).fetches:
-        pair.up(FetchBlocks(2, 256, b"d" * 32))
-    if kind is Restore:
-        pair.down(FetchedBlocks(2, 1))
+    if kind is msg.Pong:
+        pair.up(msg.Ping())
+    if kind is msg.Ack:
+        pair.up(msg.Forward((1,), (2,)))
+    if kind is msg.Evict:
+        pair.up(msg.SessionStop(1, "stop", 1, keep=2))
+    if kind in (msg.FetchedBlocks, msg.Restore) and 2 not in sequences(pair.upper).fetches:
+        pair.up(msg.FetchBlocks(2, 256, b"d" * 32))
+    if kind is msg.Restore:
+        pair.down(msg.FetchedBlocks(2, 1))
 
 
-def legal(pair: Pair, kind: type[Message]) -> Message:
-    if kind is Ack:
-        return Ack(pair.upper.seq, 1, 1, 0)
-    if kind is Generate:
-        return Generate(2, (5,), 10)
-    if kind is Forward:
-        return Forward((1,), (2,))
-    if kind in (FetchedBlocks, Restore):
+def legal(pair: Pair, kind: type[msg.Message]) -> msg.Message:
+    if kind is msg.Ack:
+        return msg.Ack(pair.upper.seq, 1, 1, 0)
+    if kind is msg.Generate:
+        return msg.Generate(2, (5,), 10)
+    if kind is msg.Forward:
+        return msg.Forward((1,), (2,))
+    if kind in (msg.FetchedBlocks, msg.Restore):
         return kind(2, 1)
-    if kind is FetchBlocks:
-        return FetchBlocks(3, 256, b"d" * 32)
+    if kind is msg.FetchBlocks:
+        return msg.FetchBlocks(3, 256, b"d" * 32)
     return example(kind)
 
 
@@ -325,14 +297,14 @@ def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: LinkS
                 refuse_to_receive(link, state, side, example(kind))
 
 
-def refuse_to_send(link: LinkKind, state: LinkState, side: Side, message: Message) -> None:
+def refuse_to_send(link: LinkKind, state: LinkState, side: Side, message: msg.Message) -> None:
     sender = pair_in(link, state).end(side)
     if state in TERMINAL:
         with pytest.raises(LinkError, match=f"in state {state}"):
             sender.send(message)
         assert sender.state is state
         return
-    for attempt in (message, Ping(), Done()):
+    for attempt in (message, msg.Ping(), msg.Done()):
         with pytest.raises(LocalProtocolError) as caught:
             sender.send(attempt)
         assert caught.value.code is Code.OUT_OF_ORDER
@@ -345,7 +317,7 @@ def refuse_to_send(link: LinkKind, state: LinkState, side: Side, message: Messag
         sender.receive_eof()
 
 
-def refuse_to_receive(link: LinkKind, state: LinkState, side: Side, message: Message) -> None:
+def refuse_to_receive(link: LinkKind, state: LinkState, side: Side, message: msg.Message) -> None:
     pair = pair_in(link, state)
     receiver = pair.end(side.peer)
     frame = encode(message, EPOCH, pair.end(side).seq + 1)
@@ -362,7 +334,7 @@ def refuse_to_receive(link: LinkKind, state: LinkState, side: Side, message: Mes
     with pytest.raises(RemoteProtocolError, match="may not send"):
         receiver.receive_data(b"")
     with pytest.raises(RemoteProtocolError, match="may not send"):
-        receiver.send(Ping())
+        receiver.send(msg.Ping())
 
 
 def test_a_rank_other_than_0_that_speaks() -> None:
@@ -387,11 +359,11 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    stale = encode(SessionEnd(), EPOCH - 1, 1) + encode(Ack(1, 1, 1, 1), EPOCH + 1, 900)
+    stale = encode(msg.SessionEnd(), EPOCH - 1, 1) + encode(msg.Ack(1, 1, 1, 1), EPOCH + 1, 900)
     assert pair.upper.receive_data(stale) == []
     assert pair.upper.dropped == 2
-    pair.up(Forward((1,), (2,)))
-    pair.down(Ack(pair.upper.seq, 1, 1, 0))
+    pair.up(msg.Forward((1,), (2,)))
+    pair.down(msg.Ack(pair.upper.seq, 1, 1, 0))
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 2, 1000])
@@ -399,7 +371,7 @@ def test_a_wrong_seq(offset: int) -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     last = pair.upper.seq
     with pytest.raises(RemoteProtocolError) as caught:
-        pair.lower.receive_data(encode(Forward((1,), (2,)), EPOCH, last + offset))
+        pair.lower.receive_data(encode(msg.Forward((1,), (2,)), EPOCH, last + offset))
     assert caught.value.code is Code.WRONG_SEQ
     assert f"numbered {last + offset}, expected {last + 1}" in caught.value.detail
     assert pair.lower.state is LinkState.FAILED
@@ -409,14 +381,14 @@ def test_frames_are_numbered_from_1_in_each_direction() -> None:
     pair = Pair.of(LinkKind.DECODE)
     assert pair.move(Side.LOWER, say("Hello")) == [Received(1, say("Hello"))]
     assert pair.move(Side.UPPER, say("Welcome")) == [Received(1, say("Welcome"))]
-    assert pair.move(Side.UPPER, Init()) == [Received(2, Init())]
+    assert pair.move(Side.UPPER, msg.Init()) == [Received(2, msg.Init())]
     assert (pair.upper.seq, pair.lower.seq) == (2, 1)
 
 
 def test_a_bad_value_is_not_sent() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     with pytest.raises(LocalProtocolError) as caught:
-        pair.upper.send(Evict((0,)))
+        pair.upper.send(msg.Evict((0,)))
     assert caught.value.code is Code.FIELD_INVALID
     assert pair.upper.state is LinkState.FAILED
 
@@ -433,7 +405,7 @@ def test_an_error_does_not_repeat_secrets() -> None:
 def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.GREETED)
     data = pair.upper.send(say("Welcome"))
-    long = LoadShard("x" * 4000, 512, (1,) * 64)
+    long = msg.LoadShard("x" * 4000, 512, (1,) * 64)
     stray = encode(long, EPOCH, 2)
     assert len(stray) > 4096
     with pytest.raises(RemoteProtocolError) as caught:
@@ -457,15 +429,15 @@ def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
 
 def _recorded() -> tuple[bytes, list[Received]]:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    messages: list[Message] = [
-        of_prompt(2, 0, 9, tuple(range(8)), sampling=Sampling(0.7, seed=2**63 - 1)),
+    messages: list[msg.Message] = [
+        of_prompt(2, 0, 9, tuple(range(8)), sampling=msg.Sampling(0.7, seed=2**63 - 1)),
         of_prompt(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
-        *(Forward((1, 2), (2 + n, 9 + n)) for n in range(5)),
-        Forward((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
-        SessionStop(1, "length", 6, keep=8),
+        *(msg.Forward((1, 2), (2 + n, 9 + n)) for n in range(5)),
+        msg.Forward((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
+        msg.SessionStop(1, "length", 6, keep=8),
         of_prompt(3, 8, 9, (1,), source=1, take=True),
-        of_prompts((4, 5), (9, 2), (8, 0), (1, 2, 3), (3, 0), samplings=(Sampling(), Sampling(0.5))),
-        Forward((2,), (15,)),
+        of_prompts((4, 5), (9, 2), (8, 0), (1, 2, 3), (3, 0), samplings=(msg.Sampling(), msg.Sampling(0.5))),
+        msg.Forward((2,), (15,)),
     ]
     first = pair.upper.seq + 1
     stream = b"".join(pair.upper.send(message) for message in messages)
@@ -486,31 +458,31 @@ def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: LinkState)
     assert caught.value.code is Code.LINK_LOST
     assert upper.state is LinkState.FAILED
     with pytest.raises(LinkError):
-        upper.send(Ping())
+        upper.send(msg.Ping())
 
 
 def test_eof_in_the_middle_of_a_frame() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    pair.upper.receive_data(encode(Ack(1, 1, 1, 1), EPOCH, 1)[:-1])
+    pair.upper.receive_data(encode(msg.Ack(1, 1, 1, 1), EPOCH, 1)[:-1])
     with pytest.raises(LinkError, match="the rank is gone, in the middle of a frame"):
         pair.upper.receive_eof()
 
 
 def test_rank_0_reports_its_end_to_the_others() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    link.up(Forward((1,), (2,)))
-    ack = link.lower.send(Ack(link.upper.seq, 1, 1, 0))
-    link.lower.receive_data(link.upper.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
+    link.up(msg.Forward((1,), (2,)))
+    ack = link.lower.send(msg.Ack(link.upper.seq, 1, 1, 0))
+    link.lower.receive_data(link.upper.send(msg.Error(Code.FORWARD_FAILED, "NaN", 0)))
     assert link.lower.state is LinkState.FAILED
     assert link.upper.receive_data(ack) == []
     with pytest.raises(LinkError, match="the rank may not send Ack in state failed"):
-        link.lower.send(Ack(2, 1, 1, 0))
+        link.lower.send(msg.Ack(2, 1, 1, 0))
 
 
 def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
     pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
-    ping = pipe.upper.send(Ping())
-    pipe.upper.receive_data(pipe.lower.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
+    ping = pipe.upper.send(msg.Ping())
+    pipe.upper.receive_data(pipe.lower.send(msg.Error(Code.FORWARD_FAILED, "NaN", 0)))
     assert pipe.lower.receive_data(ping) == []
     pipe.lower.receive_eof()
     assert pipe.upper.state is LinkState.FAILED
@@ -520,7 +492,7 @@ def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(LinkKind), st.sampled_from(Side), MESSAGE)
-def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
+def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, message: msg.Message) -> None:
     pair = pair_in(link, USUAL.get(link, LinkState.LOADED))
     receiver = pair.end(side)
     try:
@@ -556,60 +528,69 @@ def test_lawful_ends_never_accuse_each_other(link: LinkKind, seed: int) -> None:
     assert ended or pair.upper.state is pair.lower.state
 
 
-def anything_legal(rng: random.Random, end: Session) -> Message | None:
+def anything_legal(rng: random.Random, end: Session) -> msg.Message | None:
     kinds = list(table(end.link)[end.state][end.side])
     rng.shuffle(kinds)
     for kind in kinds:
-        rare = kind in (Error, Shutdown, SessionEnd) and rng.random() < 0.9
+        rare = kind in (msg.Error, msg.Shutdown, msg.SessionEnd) and rng.random() < 0.9
         message = None if rare else lawful(rng, end, kind)
         if message is not None:
             return message
     return None
 
 
-def lawful(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
+def lawful(rng: random.Random, end: Session, kind: type[msg.Message]) -> msg.Message | None:
     """A message of this kind that the ledger allows, if there is one."""
     if end.link is LinkKind.DECODE:
         return lawful_on_decode(rng, end, kind)
-    if kind is Pong:
+    if kind is msg.Pong:
         return example(kind) if end.outstanding else None
-    if kind in (SideChannel, Gathered):
+    if kind in (msg.SideChannel, msg.Gathered):
         return lawful_round(rng, end, kind)
-    if kind not in (Generate, Cancel, Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed):
+    if kind not in (
+        msg.Generate,
+        msg.Cancel,
+        msg.Accepted,
+        msg.Prefilled,
+        msg.Delta,
+        msg.ScoredDelta,
+        msg.Finished,
+        RequestFailed,
+    ):
         return example(kind)
     ledger = requests(end)
-    if kind is Generate:
-        return Generate(ledger.last_uid + rng.randint(1, 3), (5,), 10)
-    if kind is Cancel:
-        return Cancel(rng.randint(1, ledger.last_uid)) if ledger.last_uid else None
+    if kind is msg.Generate:
+        return msg.Generate(ledger.last_uid + rng.randint(1, 3), (5,), 10)
+    if kind is msg.Cancel:
+        return msg.Cancel(rng.randint(1, ledger.last_uid)) if ledger.last_uid else None
     if not ledger.tokens:
         return None
     uid, index = rng.choice(list(ledger.tokens.items()))
-    if kind is Accepted:
-        return Accepted(uid)
-    if kind is Prefilled:
-        return Prefilled(uid, 512, 128)
-    if kind is Delta:
-        return Delta((uid, uid), (index, index + 1), (50, 51))
-    if kind is ScoredDelta:
-        return ScoredDelta(uid, index, (50, 51), (-1.0, -2.0), 0, (), ())
-    return Finished(uid, "stop", 1, 1) if kind is Finished else Error(Code.INTERNAL, "", uid)
+    if kind is msg.Accepted:
+        return msg.Accepted(uid)
+    if kind is msg.Prefilled:
+        return msg.Prefilled(uid, 512, 128)
+    if kind is msg.Delta:
+        return msg.Delta((uid, uid), (index, index + 1), (50, 51))
+    if kind is msg.ScoredDelta:
+        return msg.ScoredDelta(uid, index, (50, 51), (-1.0, -2.0), 0, (), ())
+    return msg.Finished(uid, "stop", 1, 1) if kind is msg.Finished else msg.Error(Code.INTERNAL, "", uid)
 
 
-def lawful_round(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
+def lawful_round(rng: random.Random, end: Session, kind: type[msg.Message]) -> msg.Message | None:
     """A rank takes part until it hears of an error; the agent answers, or gives up at any time."""
     ledger = end.ledger
     assert isinstance(ledger, PipeLedger)
     if ledger.rounds_are_over:
         return None
-    if kind is SideChannel:
-        return None if ledger.round_is_open else SideChannel(ledger.round + 1, b"abcd")
+    if kind is msg.SideChannel:
+        return None if ledger.round_is_open else msg.SideChannel(ledger.round + 1, b"abcd")
     if rng.random() < 0.1:
-        return Gathered(0, b"", "rank 1 is gone")
-    return Gathered(ledger.round, b"abcdabcd") if ledger.round_is_open else None
+        return msg.Gathered(0, b"", "rank 1 is gone")
+    return msg.Gathered(ledger.round, b"abcdabcd") if ledger.round_is_open else None
 
 
-def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> Forward:
+def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> msg.Forward:
     """Up to three prompts of which each may start from what runs or was kept."""
     free = ledger.running | ledger.kept
     uids, totals, offsets, sources, takes = [], [], [], [], []
@@ -628,25 +609,25 @@ def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> Forward:
     return of_prompts(tuple(uids), totals, tuple(offsets), (5,) * count, sources, takes)
 
 
-def lawful_on_disk(rng: random.Random, ledger: DecodeLedger, kind: type[Message]) -> Message | None:
-    if kind is FetchBlocks:
-        return FetchBlocks(ledger.last_uid + 1, 2, b"d" * 16 * rng.randint(1, 3))
-    if kind is FetchedBlocks:
+def lawful_on_disk(rng: random.Random, ledger: DecodeLedger, kind: type[msg.Message]) -> msg.Message | None:
+    if kind is msg.FetchBlocks:
+        return msg.FetchBlocks(ledger.last_uid + 1, 2, b"d" * 16 * rng.randint(1, 3))
+    if kind is msg.FetchedBlocks:
         asked = list(ledger.reading.items())
         uid, blocks = rng.choice(asked) if asked else (0, 0)
-        return FetchedBlocks(uid, rng.randint(0, blocks)) if uid else None
-    if kind is Restore:
+        return msg.FetchedBlocks(uid, rng.randint(0, blocks)) if uid else None
+    if kind is msg.Restore:
         wanted = list(ledger.fetches.items())
         uid, (blocks, _) = rng.choice(wanted) if wanted else (0, (0, 0))
-        return Restore(uid, 0 if uid in ledger.reading else rng.randint(0, blocks)) if uid else None
+        return msg.Restore(uid, 0 if uid in ledger.reading else rng.randint(0, blocks)) if uid else None
     held = {uid: offset for uid, (offset, _) in ledger.prompts.items()} | ledger.running | ledger.kept
     if not held:
         return None
     uid, length = rng.choice(list(held.items()))
-    return Spill(uid, rng.randint(0, length - 1), length, b"d" * 16)
+    return msg.Spill(uid, rng.randint(0, length - 1), length, b"d" * 16)
 
 
-def lawful_prompt(rng: random.Random, ledger: DecodeLedger) -> Forward:
+def lawful_prompt(rng: random.Random, ledger: DecodeLedger) -> msg.Forward:
     """The next part of a prompt, which may start from what runs or was kept."""
     if ledger.prompts and rng.random() < 0.7:
         uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
@@ -664,38 +645,38 @@ def lawful_prompt(rng: random.Random, ledger: DecodeLedger) -> Forward:
     return of_prompt(ledger.last_uid + 1, 0, 4, (5,) * rng.randint(1, 4))
 
 
-def lawful_step(rng: random.Random, ledger: DecodeLedger) -> Forward | None:
+def lawful_step(rng: random.Random, ledger: DecodeLedger) -> msg.Forward | None:
     running = sorted(ledger.running)
     if not running:
         return None
     rows = tuple(rng.sample(running, rng.randint(1, len(running))))
     positions = tuple(ledger.running[uid] for uid in rows)
     widths = tuple(rng.randint(0, 3) for _ in rows) if rng.random() < 0.5 else ()
-    return Forward(rows, positions, widths, (5,) * sum(widths))
+    return msg.Forward(rows, positions, widths, (5,) * sum(widths))
 
 
-def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
+def lawful_on_decode(rng: random.Random, end: Session, kind: type[msg.Message]) -> msg.Message | None:
     ledger = sequences(end)
-    if kind is Forward:
+    if kind is msg.Forward:
         return rng.choice((lawful_prompt, lawful_prompts, lawful_step))(rng, ledger)
-    if kind is ChosenTokens:
-        return ChosenTokens(ledger.chosen + 1, (5,))
-    if kind is SessionStop:
+    if kind is msg.ChosenTokens:
+        return msg.ChosenTokens(ledger.chosen + 1, (5,))
+    if kind is msg.SessionStop:
         live = ledger.running | {uid: offset for uid, (offset, _) in ledger.prompts.items()}
         if not live:
             return None
         uid, held = rng.choice(list(live.items()))
-        return SessionStop(uid, "stop", 1, rng.randint(0, held))
-    if kind is Evict:
+        return msg.SessionStop(uid, "stop", 1, rng.randint(0, held))
+    if kind is msg.Evict:
         old = list(ledger.kept)
-        return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))))
-    if kind is Arrange:
+        return msg.Evict(tuple(rng.sample(old, rng.randint(0, len(old)))))
+    if kind is msg.Arrange:
         slots = len(ledger.running) + rng.randint(0, 2)
-        return Arrange((64,) * slots, trim=True, lanes=(0,) * rng.choice((0, slots)))
-    if kind is Ack:
-        return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
-    if kind in (Spill, FetchBlocks, FetchedBlocks, Restore):
+        return msg.Arrange((64,) * slots, trim=True, lanes=(0,) * rng.choice((0, slots)))
+    if kind is msg.Ack:
+        return msg.Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
+    if kind in (msg.Spill, msg.FetchBlocks, msg.FetchedBlocks, msg.Restore):
         return lawful_on_disk(rng, ledger, kind)
-    if kind in (SanityCheck, Unload, TimeCollectives, Shutdown) and ledger.steps:
+    if kind in (msg.SanityCheck, msg.Unload, msg.TimeCollectives, msg.Shutdown) and ledger.steps:
         return None
     return example(kind)

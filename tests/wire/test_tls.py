@@ -122,7 +122,6 @@ def test_two_members_know_each_other(cluster: Cluster) -> None:
     peer = judge_client(server.result(), "10.0.0.2")
     assert peer.alpn == ALPN_CONTROL
     assert peer.identity == peer_identity(server.result())
-    assert peer.identity is not None
     assert peer.identity.node_id == cluster.second.identity.node_id
     assert peer.identity.cluster_id == cluster.first.identity.cluster_id
     assert peer.identity.fingerprint == cluster.second.identity.fingerprint
@@ -165,8 +164,7 @@ def test_where_no_mac_joins_a_certificate_is_demanded(cluster: Cluster) -> None:
 def test_a_member_of_another_cluster(cluster: Cluster) -> None:
     theirs = cluster.stranger
     server, client = handshake(
-        cluster.server(),
-        cluster.showing(key_to_pem(theirs.identity.key), theirs.membership.certificate),
+        cluster.server(), cluster.showing(key_to_pem(theirs.identity.key), theirs.membership.certificate)
     )
     assert "its certificate is not of this cluster" in refused(server)
     closed(client)
@@ -238,7 +236,6 @@ def test_no_session_is_resumed(cluster: Cluster) -> None:
         server.result().sendall(b"hello")
         assert client.result().recv(100) == b"hello"
         session = client.result()._tls.session
-        assert session is not None
         assert not session.has_ticket
         closed(server, client)
 

@@ -147,7 +147,6 @@ async def test_a_member_is_heard(members: Members, alpn: str) -> None:
         assert await reader.readexactly(5) == b"hello"
         (peer,) = here.peers
         assert (peer.alpn, peer.address) == (alpn, "127.0.0.1")
-        assert peer.identity is not None
         assert peer.identity.node_id == members[1].identity.node_id
         assert here.doorman.strangers == 0
         writer.close()

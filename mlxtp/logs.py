@@ -132,7 +132,7 @@ class AuditLog(RotatingLog):
         super().close()
 
     def _write(self, how: int = 0) -> bool:
-        """Open the file anew, since another process may have rotated it; write all lines; close it."""
+        """Open the file again, since another process may have rotated it; write all lines; close it."""
         try:
             with open(self._home / _AUDIT_LOCK, "a", opener=_private) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | how)

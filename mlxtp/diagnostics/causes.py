@@ -71,7 +71,7 @@ class RankRecord:
 
     @property
     def ending(self) -> str:
-        """How the process ended, in words."""
+        """End of the process, in words."""
         if self.deaf:
             return "by its agent, with SIGKILL: it ignored SIGTERM"
         if self.by_agent and self.status == WEDGED_STATUS:

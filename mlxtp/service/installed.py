@@ -71,7 +71,7 @@ class Shell:
 
     @property
     def installed(self) -> str:
-        """Text of the service's file, whoever wrote it; "" without a file."""
+        """Text of the service's file, also of other programs; "" without a file."""
         try:
             return Path(self.manager.path).read_text(errors="replace")
         except (FileNotFoundError, NotADirectoryError):

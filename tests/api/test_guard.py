@@ -315,8 +315,22 @@ def test_what_needs_no_key_of_the_api(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/page", "/pages", "/health/", "/healthy", "//", "", "/v1/models", "/api/tags", "/cluster"]
-    + ["/cluster/events", "/metrics", "/openapi.json", "/administrator", "/v1/admin/status"],
+    [
+        "/page",
+        "/pages",
+        "/health/",
+        "/healthy",
+        "//",
+        "",
+        "/v1/models",
+        "/api/tags",
+        "/cluster",
+        "/cluster/events",
+        "/metrics",
+        "/openapi.json",
+        "/administrator",
+        "/v1/admin/status",
+    ],
 )
 def test_all_else_needs_one(path: str) -> None:
     assert (is_public(path), is_admin(path)) == (False, False)

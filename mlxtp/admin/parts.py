@@ -131,7 +131,7 @@ class DeploymentSnapshot:
 
     @property
     def why(self) -> str:
-        """Reason that no more groups are ready; "" if there are enough."""
+        """Reason that further groups are not ready; "" if there are enough."""
         found = dict.fromkeys(each.why for each in self.groups if each.state != ServingState.READY)
         return "; ".join(filter(None, found))
 

@@ -13,30 +13,19 @@ INVALID = 2
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """One layer, or the part before or after all layers. Bytes are of tensors as stored.
+    """One layer, or the part before or after all layers. Bytes are of tensors as stored."""
 
-    numbers         weights, without the scales of quantized ones
-    weight_bytes    all tensors
-    whole_bytes     the part that each of several ranks needs whole; 0 if ranks cannot share layers
-    token_*         the same for one token: only the experts that it meets, only one row of an embedding
-    kv_token_bytes  bytes of one more token in its caches, as long as they grow
-    kv_window_bytes the part of kv_token_bytes in caches of at most `window` tokens
-    kv_heads        most ranks that can divide its caches
-    window          0 if its caches keep all tokens
-    state_bytes     bytes per sequence in its caches that do not grow
-    """
-
-    numbers: int = 0
-    weight_bytes: int = 0
-    whole_bytes: int = 0
-    token_numbers: int = 0
-    token_bytes: int = 0
-    token_whole_bytes: int = 0
-    kv_token_bytes: int = 0
-    kv_window_bytes: int = 0
-    kv_heads: int = 1
-    window: int = 0
-    state_bytes: int = 0
+    numbers: int = 0  #: weights, without the scales of quantized ones
+    weight_bytes: int = 0  #: of all tensors
+    whole_bytes: int = 0  #: the part that each of several ranks needs whole; 0 if ranks cannot share layers
+    token_numbers: int = 0  #: like `numbers`, for one token: experts that it meets, one embedding row
+    token_bytes: int = 0  #: likewise
+    token_whole_bytes: int = 0  #: likewise
+    kv_token_bytes: int = 0  #: of one more token in its caches, as long as they grow
+    kv_window_bytes: int = 0  #: the part of `kv_token_bytes` in caches of at most `window` tokens
+    kv_heads: int = 1  #: most ranks that can divide its caches
+    window: int = 0  #: 0 if its caches keep all tokens
+    state_bytes: int = 0  #: per sequence, in caches that do not grow
 
     def __add__(self, other: PartFacts) -> PartFacts:
         both = {name: (getattr(self, name), getattr(other, name)) for name in self.__slots__}
@@ -46,19 +35,13 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One size that ranks divide equally.
+    """One size that ranks divide equally."""
 
-    what    its name, such as "KV heads"
-    reads   name of the numbers in a projection whose input is cut; "" if none is
-    width   numbers per unit of `size`; they are cut only between quantization groups
-    copies  several ranks may have the same unit
-    """
-
-    what: str
+    what: str  #: name, such as "KV heads"
     size: int
-    reads: str = ""
-    width: int = 1
-    copies: bool = False
+    reads: str = ""  #: name of the numbers in a projection whose input is cut; "" if none is
+    width: int = 1  #: numbers per unit of `size`; they are cut only between quantization groups
+    copies: bool = False  #: Several ranks may have the same unit.
 
     def obstacle(self, ranks: int, group: int) -> str:
         """Return why `ranks` ranks cannot divide it in quantization groups of `group`; "" if they can."""
@@ -89,74 +72,50 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class CacheCapabilities:
-    """Capabilities of a model's KV caches.
+    """Capabilities of a model's KV caches."""
 
-    batched      sequences decode together
-    rolls_back   a step may feed rows several tokens, and each row may drop some of them again
-    truncatable  a sequence may start from any beginning of another's caches
-    copyable     a sequence may start from a copy of another's caches if it begins with all their tokens
-    quantizable  keys and values may be kept in few bits
-    kinds        mlx-lm's names of the caches
-    """
-
-    batched: bool
-    rolls_back: bool
-    truncatable: bool
-    copyable: bool
-    quantizable: bool
-    kinds: tuple[str, ...]
+    batched: bool  #: Sequences decode together.
+    rolls_back: bool  #: A step may feed rows several tokens, and each row may drop some of them again.
+    truncatable: bool  #: A sequence may start from any beginning of another's caches.
+    copyable: (
+        bool  #: A sequence may start from a copy of another's caches if it begins with all their tokens.
+    )
+    quantizable: bool  #: Keys and values may be kept in few bits.
+    kinds: tuple[str, ...]  #: mlx-lm's names of the caches
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model as its modules show it.
+    """A model as its modules show it."""
 
-    family        mlx-lm's name of it
-    hidden, vocabulary    sizes
-    embedding, layers, head    parts; a head tied to the embedding has only token figures
-    caches        capabilities of its KV caches
-    tied          head and embedding are one
-    experts, picked    routed experts of a layer, and how many of them a token meets; 0 without
-    mlp_bytes     dense MLPs of `mlp_width` that a rank needs whole if ranks cannot share them; else 0
-    bits, group   of the quantization; without one 16 or 32 bits and group 1
-    number_bytes  of one unquantized number
-    expands       mlx-lm expands the weights on disk
-    context       most tokens that it supports; 0 if its configuration does not say
-    has_head      its configuration names an MTP head; `drafts`: it has a usable one
-    dimensions    sizes that ranks divide
-    kernels       kernels started per token
-    collectives   sums over the ranks per token; 0 if ranks cannot share layers
-    joined        layers that must be on the same rank as the layer before
-    keepers       layers with special caches: each stage needs one of them; () if any layer will do
-    unsharable, uncuttable    why ranks cannot share layers, or take whole ones; "" if they can
-    """
-
-    family: str
+    family: str  #: mlx-lm's name of it
     hidden: int
     vocabulary: int
     embedding: PartFacts
     layers: tuple[PartFacts, ...]
-    head: PartFacts
+    head: PartFacts  #: If it is tied to the embedding, it has only the figures for a token.
     caches: CacheCapabilities
-    tied: bool = False
-    experts: int = 0
-    picked: int = 0
-    mlp_bytes: int = 0
+    tied: bool = False  #: Head and embedding are one.
+    experts: int = 0  #: routed experts of a layer; 0 without
+    picked: int = 0  #: of `experts`, how many a token meets; 0 without
+    mlp_bytes: int = 0  #: of dense MLPs (`mlp_width`) that ranks need whole, if they cannot share them
     mlp_width: int = 0
-    bits: int = 16
-    group: int = 1
-    number_bytes: int = 2
-    expands: bool = False
-    context: int = 0
-    has_head: bool = False
-    drafts: bool = False
-    dimensions: Dimensions = Dimensions()
-    kernels: int = 1
-    collectives: int = 0
-    joined: tuple[int, ...] = ()
-    keepers: tuple[int, ...] = ()
-    unsharable: str = ""
-    uncuttable: str = ""
+    bits: int = 16  #: of the quantization; 16 or 32 without
+    group: int = 1  #: of the quantization; 1 without
+    number_bytes: int = 2  #: of one unquantized number
+    expands: bool = False  #: mlx-lm expands the weights on disk.
+    context: int = 0  #: most tokens that it supports; 0 if its configuration does not say
+    has_head: bool = False  #: Its configuration names an MTP head.
+    drafts: bool = False  #: That head is usable.
+    dimensions: Dimensions = Dimensions()  #: sizes that ranks divide
+    kernels: int = 1  #: kernels started per token
+    collectives: int = 0  #: sums over the ranks per token; 0 if ranks cannot share layers
+    joined: tuple[int, ...] = ()  #: layers that must be on the same rank as the layer before
+    keepers: tuple[
+        int, ...
+    ] = ()  #: layers with special caches: each stage needs one; () if any layer will do
+    unsharable: str = ""  #: why ranks cannot share layers; "" if they can
+    uncuttable: str = ""  #: why ranks cannot have whole layers; "" if they can
 
 
 def to_text(description: Description) -> str:

@@ -82,36 +82,25 @@ _BEST = (
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """One group of a deployment, as its owner reports it. Counts are None if no owner does.
-
-    why      why it is not ready
-    members  node ids in rank order
-    running  requests with a first token, among its `requests`
-    speed    tokens a second
-    room     tokens that its KV caches hold; 0 on other Macs than its owner
-    split    layers of each rank of a pipeline
-    exposed  a warning if its tensors cross a foreign network in the clear
-    loaded   percent of the weights that this agent's ranks have loaded; None if they are not loading
-    faster   a place where it would be much faster, in words
-    """
+    """One group of a deployment, as its owner reports it. Counts are None if no owner does."""
 
     id: str
     state: str
-    why: str = ""
+    why: str = ""  #: why it is not ready
     owner: str = ""
-    members: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()  #: node ids in rank order
     backend: str = "none"
     kind: str = ""
     epoch: int = 0
     requests: int = 0
-    running: int = 0
-    speed: int | None = None
+    running: int = 0  #: of `requests`, with a first token
+    speed: int | None = None  #: tokens a second
     cached: int | None = None
-    room: int = 0
-    split: tuple[int, ...] = ()
-    exposed: str = ""
-    loaded: int | None = None
-    faster: str = ""
+    room: int = 0  #: tokens that its KV caches hold; 0 on other Macs than its owner
+    split: tuple[int, ...] = ()  #: layers of each rank of a pipeline
+    exposed: str = ""  #: a warning if its tensors cross a foreign network in the clear
+    loaded: int | None = None  #: percent of the weights that this agent's ranks have; None if not loading
+    faster: str = ""  #: a place where it would be much faster, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,27 +271,18 @@ MOST_SHOWN = 64  #: requests
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """One open request by a client of this agent (`here`) or of another one. Counts are in tokens.
+    """One open request. Counts are in tokens."""
 
-    number  its name as long as it is open
-    group   id of the group that has it; "" for none
-    phase   "waiting" (in a queue), "restarting" (for a group), "reading" or "writing"
-    read    part of its `prompt`, including `cached`
-    cached  None if unknown, or if another agent's
-    tokens  length of its answer so far
-    owner   hash of its client's key; viewers never get it
-    """
-
-    number: int
+    number: int  #: its name as long as it is open
     model: str
-    group: str
-    phase: str
+    group: str  #: id of the group that has it; "" for none
+    phase: str  #: "waiting" (in a queue), "restarting" (for a group), "reading" or "writing"
     prompt: int
-    read: int
-    cached: int | None
-    tokens: int
-    here: bool
-    owner: str
+    read: int  #: part of `prompt`, including `cached`
+    cached: int | None  #: None if unknown, or if another agent's
+    tokens: int  #: length of its answer so far
+    here: bool  #: Its client is this agent's.
+    owner: str  #: hash of its client's key; viewers never get it
 
 
 def running_requests(deployments: ServedDeployments) -> tuple[RunningRequest, ...]:

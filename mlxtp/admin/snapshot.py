@@ -46,24 +46,18 @@ from .parts import (
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
-    """One agent's requests, epoch and ranks. `in_epoch`, `proof` and `slow_link` are the supervisor's.
-
-    pongs   newest heartbeats by rank, None if rank 0 is on another Mac
-    pids    processes of local ranks; `processes`: of all groups' ranks here, by group
-    phases  counts of open requests, as in `dispatcher.PHASES`
-    tokens  all tokens ever confirmed
-    """
+    """One agent's requests, epoch and ranks. `in_epoch`, `proof` and `slow_link` are the supervisor's."""
 
     health: Health
     state: ServingState
     model: ModelInfo | None
     group: EpochGroup | None
-    pongs: Mapping[int, Pong] | None
-    pids: Mapping[int, int]
-    processes: Mapping[str, Sequence[int]]
+    pongs: Mapping[int, Pong] | None  #: newest heartbeats by rank; None if rank 0 is on another Mac
+    pids: Mapping[int, int]  #: of local ranks
+    processes: Mapping[str, Sequence[int]]  #: of all groups' ranks here, by group
     requests: tuple[OpenRequests, ...]
-    phases: Mapping[str, int]
-    tokens: int
+    phases: Mapping[str, int]  #: counts of open requests, as in `dispatcher.PHASES`
+    tokens: int  #: all that were ever confirmed
     kv_room: int
     in_epoch: bool
     proof: str
@@ -73,11 +67,7 @@ class AgentSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
-    """One member. `rank`: its rank in a ready group; `address`: its link's, "" without one.
-
-    `called`: it opened a link to this Mac. `held_bytes`: memory that its ranks hold. `admitted_by`: name of
-    the member that admitted it. `refused`: why one of the two refused the other last; "" with a link.
-    """
+    """One member."""
 
     node_id: str
     name: str
@@ -85,42 +75,39 @@ class MemberSnapshot:
     state: str
     coordinator: bool
     draining: bool
-    rank: int | None
-    address: str
-    called: bool
+    rank: int | None  #: in a ready group
+    address: str  #: its link's; "" without a link
+    called: bool  #: It opened a link to this Mac.
     http: str
     machine: Machine | None
     model: ModelStatus | None
     model_progress: str
     entry: RosterEntry
-    admitted_by: str
-    held_bytes: int = 0
-    refused: str = ""
+    admitted_by: str  #: name of a member
+    held_bytes: int = 0  #: memory that its ranks hold
+    refused: str = ""  #: why one of the two refused the other last; "" with a link
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """The best link between two nodes: RDMA on a cable, else the fastest network.
-
-    `mbps`: as the slower end reports it. `trip_us`: round trip of the agents' messages, perhaps elsewhere.
-    """
+    """The best link between two nodes: RDMA on a cable, else the fastest network."""
 
     a: str
     b: str
-    trip_us: int | None
+    trip_us: int | None  #: round trip of the agents' messages, perhaps over another network
     network: str
     rdma: bool
-    mbps: int | None
+    mbps: int | None  #: as the slower end reports it
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The cluster as one member sees it. `coordinator`: name of the node in `claim`."""
+    """The cluster as one member sees it."""
 
     alone: bool
     cluster_id: str
     claim: LeaderClaim
-    coordinator: str
+    coordinator: str  #: name of the node in `claim`
     deployments: tuple[DeploymentSnapshot, ...]
     coming: tuple[str, ...]
     problem: str
@@ -132,31 +119,26 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All facts of one moment.
-
-    shown         id of the group that this agent shows
-    participants  its node ids in rank order; () without a group
-    serving       its report; `measured`: the measurement of its fabric
-    hosted        a rank of another Mac's group is here
-    model_bytes   disk size of the weights that are or will be served
-    history       epochs of all groups, newest first, each with its group's id
-    transfers     models on their way to a member, as in `TransferCoordinator.under_way_anywhere`
-    """
+    """All facts of one moment."""
 
     node_id: str
     name: str
     agent: AgentSnapshot
     cluster: ClusterSnapshot
-    shown: str
-    participants: tuple[str, ...]
-    serving: Serving | None
-    measured: FabricResult | None
-    hosted: bool
-    model_bytes: int | None
+    shown: str  #: id of the group that this agent shows
+    participants: tuple[str, ...]  #: that group's node ids in rank order; () without a group
+    serving: Serving | None  #: that group's report
+    measured: FabricResult | None  #: measurement of its fabric
+    hosted: bool  #: A rank of another Mac's group is here.
+    model_bytes: int | None  #: disk size of the weights that are or will be served
     left_wired: str
     caches: tuple[Json, ...]
-    history: tuple[tuple[str, EpochStory], ...]
-    transfers: tuple[Json, ...] = ()
+    history: tuple[
+        tuple[str, EpochStory], ...
+    ]  #: epochs of all groups, newest first, each with its group's id
+    transfers: tuple[
+        Json, ...
+    ] = ()  #: models on their way to a member, as in `TransferCoordinator.under_way_anywhere`
     drafts: tuple[Json, ...] = ()
 
 

@@ -40,25 +40,21 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A rank's file, made by `failure_store.about_rank`. `code` and `detail` are its last error.
-
-    `recorded`: its process began a recording. `ended_us`: end of the process, on the recording's clock.
-    `by_agent`: its agent ended it; `deaf`: only SIGKILL could.
-    """
+    """A rank's file, made by `failure_store.about_rank`."""
 
     rank: int
     node: str = ""
     status: int | None = None
     signal: int | None = None
     exit_code: str = ""
-    by_agent: bool = False
-    deaf: bool = False
-    code: str = ""
-    detail: str = ""
+    by_agent: bool = False  #: Its agent ended it.
+    deaf: bool = False  #: Only SIGKILL could end it.
+    code: str = ""  #: of its last error
+    detail: str = ""  #: of its last error
     pong_age_s: float | None = None
     peak_memory_bytes: int = 0
-    recorded: bool = True
-    ended_us: int = 0
+    recorded: bool = True  #: Its process began a recording.
+    ended_us: int = 0  #: end of the process, on the recording's clock
     phase: str = ""
     phase_since_us: int = 0
     crash: str = ""

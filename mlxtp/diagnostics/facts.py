@@ -24,37 +24,27 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class AgentFacts:
-    """The agent that collected the facts. State, reason, waiting and model are as in `mlxtp status`.
-
-    problem            the agent of this home could not be queried
-    left_out           groups that planning leaves out
-    fabric             kind of the shown group and its Macs, if it has several
-    proof, slow_link   results of the golden proof, and of the links' speed
-    failures           number of failed groups with stored files
-    left_wired         memory that ended ranks left wired, in words
-    formations         as in `BootRecord`
-    stages             of the shown group, if it is a pipeline with rank 0 here
-    """
+    """The agent that collected the facts. State, reason, waiting and model are as in `mlxtp status`."""
 
     runs_here: bool = False
-    problem: str = ""
+    problem: str = ""  #: why the agent of this home could not be queried
     url: str = ""
     pid: int = 0
     state: str = ""
     reason: str = ""
     problem_of_cluster: str = ""
     waiting: str = ""
-    left_out: tuple[str, ...] = ()
-    fabric: str = ""
-    proof: str = ""
-    slow_link: str = ""
+    left_out: tuple[str, ...] = ()  #: groups that planning leaves out
+    fabric: str = ""  #: kind of the shown group and its Macs, if it has several
+    proof: str = ""  #: a finding of the golden proof that is no failure
+    slow_link: str = ""  #: a warning about the speed of links
     model: str = ""
     has_rank: bool = False
     keep_awake: bool = True
-    failures: int = 0
-    left_wired: str = ""
-    formations: Mapping[str, int] = field(default_factory=dict)
-    stages: tuple[StageFacts, ...] = ()
+    failures: int = 0  #: failed groups with stored files
+    left_wired: str = ""  #: memory that ended ranks left wired, in words
+    formations: Mapping[str, int] = field(default_factory=dict)  #: as in `BootRecord`
+    stages: tuple[StageFacts, ...] = ()  #: of the shown group, if it is a pipeline with rank 0 here
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +75,18 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """Another member. `state` is "" if no agent knows it; `ours` are this machine's tries to reach it.
-
-    `called`: it opened a link to this machine. `unlike`: a warning about its mlx-metal. `refused`: why one of
-    the two refused the other last.
-    """
+    """Another member."""
 
     name: str
-    state: str
+    state: str  #: "" if no agent knows it
     linked: bool
     heard: bool
-    ours: tuple[Attempt, ...] = ()
-    called: bool = False
+    ours: tuple[Attempt, ...] = ()  #: this machine's tries to reach it
+    called: bool = False  #: It opened a link to this machine.
     fingerprint: str = ""
     model_problem: str = ""
-    unlike: str = ""
-    refused: str = ""
+    unlike: str = ""  #: a warning about its mlx-metal
+    refused: str = ""  #: why one of the two refused the other last
 
     @property
     def answering(self) -> list[str]:
@@ -109,23 +95,14 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """Facts about the network.
-
-    loopback         this process reaches itself
-    multicast        errno of a send to the group of multicast DNS, 0 if it succeeded, None if not tried
-    unicast          sends to addresses of other members
-    heard            announced names; `listened`: discovery was tried
-    beyond_loopback  the endpoint is open to other machines
-    """
-
-    loopback: bool = True
-    multicast: int | None = None
+    loopback: bool = True  #: This process reaches itself.
+    multicast: int | None = None  #: errno of a send to the mDNS group; 0 if it succeeded, None if not tried
     multicast_problem: str = ""
-    unicast: tuple[Attempt, ...] = ()
-    listened: bool = False
-    heard: tuple[str, ...] = ()
+    unicast: tuple[Attempt, ...] = ()  #: sends to addresses of other members
+    listened: bool = False  #: Discovery was tried.
+    heard: tuple[str, ...] = ()  #: announced names
     ports: tuple[PortFacts, ...] = ()
-    beyond_loopback: bool = False
+    beyond_loopback: bool = False  #: The endpoint is open to other machines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,27 +136,18 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class IdentityFacts:
-    """`problem`: why this home's identity cannot be used; `keys_problem`: the same for its API keys.
-
-    authority_here  this Mac holds the authority's key and can let others in
-    authority_lost  the cluster expects the key here, but it is missing
-    holders         names of the other Macs that hold it; `holders_here`: of these, the linked ones
-    alone           there are no other members
-    keys_asked      the endpoint requires a key from other machines
-    """
-
     cluster_id: str = ""
-    problem: str = ""
+    problem: str = ""  #: why this home's identity cannot be used
     certificates: tuple[Certificate, ...] = ()
     https_problem: str = ""
-    authority_here: bool = False
-    authority_lost: bool = False
-    holders: tuple[str, ...] = ()
-    holders_here: tuple[str, ...] = ()
-    alone: bool = True
+    authority_here: bool = False  #: This Mac holds the authority's key and can let others in.
+    authority_lost: bool = False  #: The cluster expects the key here, but it is missing.
+    holders: tuple[str, ...] = ()  #: names of the other Macs that hold it
+    holders_here: tuple[str, ...] = ()  #: the linked ones among `holders`
+    alone: bool = True  #: There are no other members.
     keys: int = 0
-    keys_problem: str = ""
-    keys_asked: bool = True
+    keys_problem: str = ""  #: why this home's API keys cannot be used
+    keys_asked: bool = True  #: The endpoint requires a key from other machines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,27 +161,23 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """All facts. `members` are the other members; `now` has a time zone; `program` is this Python.
-
-    The agent refuses requests if less than `min_free_bytes` is free, or the kernel's pressure is critical.
-    `alone`: the settings forbid a cluster.
-    """
+    """All facts about this machine."""
 
     name: str
-    now: datetime
+    now: datetime  #: with a time zone
     machine: Machine
     agent: AgentFacts
-    program: str
-    min_free_bytes: int
-    pressure_critical: bool
+    program: str  #: this Python
+    min_free_bytes: int  #: The agent refuses requests if less is free.
+    pressure_critical: bool  #: It does so too while the kernel says this.
     network: NetworkFacts
     firewall: FirewallFacts
     power: PowerFacts
     identity: IdentityFacts
     model: ModelFacts = ModelFacts()
-    members: tuple[MemberFacts, ...] = ()
+    members: tuple[MemberFacts, ...] = ()  #: the other ones
     discovery: bool = True
-    alone: bool = False
+    alone: bool = False  #: The settings forbid a cluster.
 
     @property
     def among_others(self) -> bool:

@@ -52,30 +52,22 @@ _HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -signal.SIGTERM)
 
 @dataclass(slots=True)
 class RankEnd:
-    """State and end of a rank process, as its agent sees it. Times are time.monotonic(), 0 for never.
-
-    status          None if it never started, negative for the signal that ended it
-    asked_at        its agent sent SIGTERM; `deaf`: in vain
-    error, pong     its newest messages; `memory`: the content of its recorder
-    key             the epoch's, b"" until it was sent
-    jaccl           its group forms over RDMA; `formed`: the agent's home and the formation counted there
-    stranded_bytes  memory that may be lost until the Mac restarts
-    """
+    """State and end of a rank process, as its agent sees it. Times are time.monotonic(), 0 for never."""
 
     rank: int
     pid: int = 0
-    status: int | None = None
-    asked_at: float = 0.0
-    deaf: bool = False
-    error: Error | None = None
-    pong: Pong | None = None
+    status: int | None = None  #: None if it never started, negative for the signal that ended it
+    asked_at: float = 0.0  #: when its agent sent SIGTERM
+    deaf: bool = False  #: SIGTERM was in vain.
+    error: Error | None = None  #: its newest one
+    pong: Pong | None = None  #: its newest one
     pong_at: float = 0.0
     ended_at: float = 0.0
-    memory: bytes = b""
-    key: bytes = b""
-    jaccl: bool = False
-    formed: tuple[()] | tuple[Path, Bootstrap] = ()
-    stranded_bytes: int = 0
+    memory: bytes = b""  #: content of its recorder
+    key: bytes = b""  #: the epoch's; b"" until it was sent
+    jaccl: bool = False  #: Its group forms over RDMA.
+    formed: tuple[()] | tuple[Path, Bootstrap] = ()  #: the agent's home, and the formation counted there
+    stranded_bytes: int = 0  #: memory that may be lost until the Mac restarts
 
     @property
     def stuck(self) -> bool:

@@ -43,6 +43,7 @@ from mlxtp.wire.messages import MAX_WIDTH
 
 from .families import FAMILIES
 from .small_models import write_model
+from .tables import refused
 
 pytestmark = pytest.mark.slow
 
@@ -652,9 +653,8 @@ def test_quantized_caches_share_a_batch_and_can_be_kept(tmp_path: Path) -> None:
 def test_caches_that_cannot_be_quantized_are_refused_by_name(
     model_of: Callable[[str], Any], family: str
 ) -> None:
-    with pytest.raises(ModelError, match=r"--kv-bits 8: this model's caches \(.*Cache.*\)") as refused:
+    with refused(ModelError, Code.MODEL_UNSUPPORTED, r"--kv-bits 8: this model's caches \(.*Cache.*\)"):
         CacheKind(model_of(family), kv_bits=8)
-    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 def test_a_model_that_cannot_read_quantized_caches_is_refused(tmp_path: Path) -> None:
@@ -662,13 +662,11 @@ def test_a_model_that_cannot_read_quantized_caches_is_refused(tmp_path: Path) ->
     sizes = {"qk_rope_head_dim": 64, "kv_lora_rank": 64}
     fields = {**FAMILIES["deepseek_v3"], **sizes}
     model, _ = load_model(write_model(tmp_path, model_type="deepseek_v3", **fields))
-    with pytest.raises(ModelError, match="--kv-bits 8: this model's attention cannot read") as refused:
+    with refused(ModelError, Code.MODEL_UNSUPPORTED, "--kv-bits 8: this model's attention cannot read"):
         CacheKind(model, kv_bits=8)
-    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 def test_heads_too_small_to_be_quantized_are_refused_by_name(model_of: Callable[[str], Any]) -> None:
     """Here each head's keys are 16 numbers; they are quantized in groups of at least 32."""
-    with pytest.raises(ModelError, match=r"--kv-bits 8: .* 16") as refused:
+    with refused(ModelError, Code.MODEL_UNSUPPORTED, r"--kv-bits 8: .* 16"):
         CacheKind(model_of("llama"), kv_bits=8)
-    assert refused.value.code is Code.MODEL_UNSUPPORTED

@@ -28,6 +28,8 @@ from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire.messages import MAX_GRAMMAR
 
+from .tables import cases, refused
+
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(embedded_model_path())
@@ -45,6 +47,23 @@ def grammars() -> Iterator[Grammars]:
     held.close()
 
 
+@pytest.fixture
+def made() -> Iterator[Callable[..., Grammars]]:
+    """Grammars of a test's own, for a model of so many tokens."""
+    held: list[Grammars] = []
+
+    def make(vocabulary: int = VOCABULARY, eos: frozenset[int] = EOS, **limits: Any) -> Grammars:
+        held.append(Grammars(limits.pop("folder", FOLDER), vocabulary, eos, **limits))
+        return held[-1]
+
+    yield make
+    for each in held:
+        each.close()
+
+
+Made = Callable[..., Grammars]
+
+
 def text_of(tokens: list[int]) -> str:
     return str(TOKENIZER.decode(tokens, skip_special_tokens=False))
 
@@ -55,10 +74,6 @@ def tokens_of(text: str) -> list[int]:
 
 def allowed(matcher: Matcher, vocabulary: int = VOCABULARY) -> list[int]:
     return [int(token) for token in np.flatnonzero(unpack(matcher.mask(), vocabulary))]
-
-
-def ended(matcher: Matcher) -> bool:
-    return matcher.finished
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
@@ -206,35 +221,26 @@ def test_the_validator_says_no() -> None:
     assert not valid({"name": "ab", "age": 12, "more": 1}, SCHEMAS[1])
 
 
-def test_any_json_object(grammars: Grammars) -> None:
-    grammar = grammars.compile("json_schema", ANY_OBJECT)
-    dice = random.Random(7)
-    for _ in range(15):
-        assert isinstance(json.loads(walk(grammar.matcher(), dice, is_valid_json({"type": "object"}))), dict)
-    assert accepts(grammar, '{"a": [1, {"b": null}], "c": {}}')
-    assert not accepts(grammar, "[1]")
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+A_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+COMPACT = {**A_B, "x-guidance": {"item_separator": ",", "key_separator": ":"}}
+SPACED = ('{"a":1}', ' {"a": 1}', '{"a": 1}\n', '{"a":  1}', '{\n"a": 1}', '{"a": 1,"b": null}')
 
 
-def test_json_has_one_way_to_be_separated(grammars: Grammars) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
-    }
+@cases(
+    "schema, right, wrong",
+    {
+        "any object": ({"type": "object"}, '{"a": [1, {"b": null}], "c": {}}', ("[1]",)),
+        "one way to be separated": (A_B, '{"a": 1, "b": null}', SPACED),
+        "the way that is asked for": (COMPACT, '{"a":1,"b":null}', ('{"a": 1, "b": null}',)),
+        "unnamed properties": (A, '{"b": true}', ()),
+        "none where they are forbidden": ({**A, "additionalProperties": False}, "{}", ('{"b": true}',)),
+    },
+)
+def test_json_has(grammars: Grammars, schema: dict[str, Any], right: str, wrong: tuple[str, ...]) -> None:
     grammar = grammars.compile("json_schema", json.dumps(schema))
-    assert accepts(grammar, '{"a": 1, "b": null}')
-    for text in ('{"a":1}', ' {"a": 1}', '{"a": 1}\n', '{"a":  1}', '{\n"a": 1}', '{"a": 1,"b": null}'):
-        assert not accepts(grammar, text)
-    compact = {**schema, "x-guidance": {"item_separator": ",", "key_separator": ":"}}
-    grammar = grammars.compile("json_schema", json.dumps(compact))
-    assert accepts(grammar, '{"a":1,"b":null}')
-    assert not accepts(grammar, '{"a": 1, "b": null}')
-
-
-def test_unnamed_properties_are_allowed_unless_forbidden(grammars: Grammars) -> None:
-    named = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert accepts(grammars.compile("json_schema", json.dumps(named)), '{"b": true}')
-    closed = {**named, "additionalProperties": False}
-    assert not accepts(grammars.compile("json_schema", json.dumps(closed)), '{"b": true}')
+    assert accepts(grammar, right)
+    assert not any(accepts(grammar, text) for text in wrong)
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,5}", "(yes|no)!?", "[0-9]{3}-[0-9]{2}", "é+ü"])
@@ -277,8 +283,7 @@ def test_all_that_a_lark_grammar_allows_follows_its_rules(grammars: Grammars) ->
 
 def test_matchers_do_not_disturb_each_other(grammars: Grammars) -> None:
     def one(number: int) -> tuple[str, str]:
-        schema = SCHEMAS[number % len(SCHEMAS)]
-        return "json_schema", json.dumps(schema)
+        return "json_schema", json.dumps(SCHEMAS[number % len(SCHEMAS)])
 
     def walked(number: int) -> list[int]:
         """The tokens of request `number`, by a dice of its own."""
@@ -314,14 +319,14 @@ def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
 def test_an_end_token_comes_only_where_the_answer_may_end(grammars: Grammars) -> None:
     matcher = grammars.compile("regex", "ab?").matcher()
     assert not EOS & set(allowed(matcher))
-    assert not ended(matcher)
+    assert not matcher.finished
     matcher.accept(tokens_of("a")[0])
     assert set(allowed(matcher)) == EOS | {tokens_of("b")[0]}
-    assert not ended(matcher)
+    assert not matcher.finished
     early = matcher.copy()
     matcher.accept(tokens_of("b")[0])
     assert set(allowed(matcher)) == EOS
-    assert ended(matcher)
+    assert matcher.finished
     for end in EOS:
         other = early.copy()
         other.accept(end)
@@ -356,9 +361,8 @@ def test_a_grammar_with_no_way_on_is_a_named_error(grammars: Grammars, rules: st
         matcher.accept(tokens_of("a")[0])
         matcher.mask()
 
-    with pytest.raises(MlxtpError, match=r"nothing can match it|cannot continue") as caught:
+    with refused(MlxtpError, Code.GRAMMAR_STUCK, r"nothing can match it|cannot continue"):
         go_on()
-    assert caught.value.code is Code.GRAMMAR_STUCK
 
 
 def test_a_step_that_passes_the_limits_is_a_named_error(grammars: Grammars) -> None:
@@ -377,43 +381,34 @@ def test_a_step_that_passes_the_limits_is_a_named_error(grammars: Grammars) -> N
 # --- vocabularies -----------------------------------------------------------------------------------------
 
 
-def test_nothing_beyond_the_tokenizer_is_allowed() -> None:
-    held = Grammars(FOLDER, 600, EOS)
-    try:
-        matcher = held.compile("regex", "(.|\n)*").matcher()
-        words = matcher.mask()
-        assert words.dtype == np.uint32
-        assert words.shape == (19,)
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        assert not bits[VOCABULARY:].any()
-        assert bits[:VOCABULARY].sum() > 400
-        assert np.array_equal(unpack(words, 600), bits[:600].astype(bool))
-        matcher.accept(tokens_of("a")[0])
-        assert set(allowed(matcher, 600)) >= EOS
-    finally:
-        held.close()
+def bits_of(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(words.view(np.uint8), bitorder="little")
 
 
-def test_nothing_beyond_the_model_is_allowed() -> None:
-    held = Grammars(FOLDER, 300, frozenset((5, 511)))
-    try:
-        words = held.compile("regex", "[a-z ]*").matcher().mask()
-        assert words.shape == (10,)
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        assert not bits[300:].any()
-        assert bits[5]
-        assert bits[tokens_of("a")[0]]
-    finally:
-        held.close()
+def test_nothing_beyond_the_tokenizer_is_allowed(made: Made) -> None:
+    matcher = made(600).compile("regex", "(.|\n)*").matcher()
+    words = matcher.mask()
+    assert (words.dtype, words.shape) == (np.uint32, (19,))
+    bits = bits_of(words)
+    assert not bits[VOCABULARY:].any()
+    assert bits[:VOCABULARY].sum() > 400
+    assert np.array_equal(unpack(words, 600), bits[:600].astype(bool))
+    matcher.accept(tokens_of("a")[0])
+    assert set(allowed(matcher, 600)) >= EOS
 
 
-def test_a_grammar_whose_tokens_the_model_lacks_has_no_way_on() -> None:
-    held = Grammars(FOLDER, 8, EOS)
-    try:
-        with pytest.raises(MlxtpError, match="no token of this model"):
-            held.compile("regex", "abc").matcher().mask()
-    finally:
-        held.close()
+def test_nothing_beyond_the_model_is_allowed(made: Made) -> None:
+    words = made(300, frozenset((5, 511))).compile("regex", "[a-z ]*").matcher().mask()
+    assert words.shape == (10,)
+    bits = bits_of(words)
+    assert not bits[300:].any()
+    assert bits[5]
+    assert bits[tokens_of("a")[0]]
+
+
+def test_a_grammar_whose_tokens_the_model_lacks_has_no_way_on(made: Made) -> None:
+    with pytest.raises(MlxtpError, match="no token of this model"):
+        made(8).compile("regex", "abc").matcher().mask()
 
 
 def test_a_mask_is_unpacked_by_bit() -> None:
@@ -422,27 +417,20 @@ def test_a_mask_is_unpacked_by_bit() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
-def test_a_model_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
+def test_a_model_without_a_usable_tokenizer_is_named(made: Made, tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    held = Grammars(tmp_path, VOCABULARY, EOS)
+    held = made(folder=tmp_path)
     held.read()
-    try:
-        with pytest.raises(RequestError, match="this model does not support grammars") as caught:
-            held.compile("json_schema", ANY_OBJECT)
-        assert caught.value.code is Code.NOT_SUPPORTED
-    finally:
-        held.close()
+    with refused(RequestError, Code.NOT_SUPPORTED, "this model does not support grammars"):
+        held.compile("json_schema", ANY_OBJECT)
 
 
-def test_the_tokenizer_that_was_read_at_load_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Grammars(FOLDER, VOCABULARY, EOS)
+def test_the_tokenizer_that_was_read_at_load_is_used(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = made()
     held.read()
     monkeypatch.setattr(grammar_module, "read_tokenizer", None)
-    try:
-        assert held.compile("json_schema", ANY_OBJECT).matcher().mask().any()
-    finally:
-        held.close()
+    assert held.compile("json_schema", ANY_OBJECT).matcher().mask().any()
 
 
 def test_a_model_is_not_kept_waiting_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,48 +456,36 @@ def test_a_model_is_not_kept_waiting_by_the_one_before(monkeypatch: pytest.Monke
             reading.result(WAIT_S)
 
 
-def test_nothing_is_started_before_the_first_grammar(tmp_path: Path) -> None:
-    held = Grammars(tmp_path / "nowhere", VOCABULARY, EOS)
-    assert held.kept("json_schema", ANY_OBJECT) is None
-    held.close()
+def test_nothing_is_started_before_the_first_grammar(made: Made, tmp_path: Path) -> None:
+    assert made(folder=tmp_path / "nowhere").kept("json_schema", ANY_OBJECT) is None
 
 
 # --- what is kept -----------------------------------------------------------------------------------------
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_goes() -> None:
-    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept=2)
-    try:
-        first, second = held.compile("regex", "a"), held.compile("regex", "b")
-        assert held.compile("regex", "a") is first
-        held.compile("lark", 'start: "a"')
-        assert held.kept("regex", "b") is None
-        assert held.kept("regex", "a") is first
-        assert held.compile("regex", "b") is not second
-        assert accepts(second, "b")
-    finally:
-        held.close()
+def test_a_grammar_is_compiled_once_and_the_oldest_goes(made: Made) -> None:
+    held = made(max_kept=2)
+    first, second = held.compile("regex", "a"), held.compile("regex", "b")
+    assert held.compile("regex", "a") is first
+    held.compile("lark", 'start: "a"')
+    assert held.kept("regex", "b") is None
+    assert held.kept("regex", "a") is first
+    assert held.compile("regex", "b") is not second
+    assert accepts(second, "b")
 
 
-def test_what_is_kept_has_a_size() -> None:
-    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept_bytes=64 << 20)
-    try:
-        grammar = held.compile("regex", "a" * 5000)
-        assert grammar.size >= 5000
-        for number in range(3):
-            held._keep("regex", str(number), replace(grammar, size=30 << 20))
-        assert [held.kept("regex", text) is not None for text in ("0", "1", "2")] == [False, True, True]
-    finally:
-        held.close()
+def test_what_is_kept_has_a_size(made: Made) -> None:
+    held = made(max_kept_bytes=64 << 20)
+    grammar = held.compile("regex", "a" * 5000)
+    assert grammar.size >= 5000
+    for number in range(3):
+        held._keep("regex", str(number), replace(grammar, size=30 << 20))
+    assert [held.kept("regex", text) is not None for text in ("0", "1", "2")] == [False, True, True]
 
 
-def test_a_grammar_too_large_to_keep_is_refused() -> None:
-    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept_bytes=4000)
-    try:
-        with pytest.raises(RequestError, match="MiB"):
-            held.compile("regex", "a" * 5000)
-    finally:
-        held.close()
+def test_a_grammar_too_large_to_keep_is_refused(made: Made) -> None:
+    with pytest.raises(RequestError, match="MiB"):
+        made(max_kept_bytes=4000).compile("regex", "a" * 5000)
 
 
 # --- bad grammars -----------------------------------------------------------------------------------------
@@ -559,6 +535,15 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
+def try_out(grammars: Grammars, kind: str, text: str) -> None:
+    """It is refused, or there is a way to begin."""
+    try:
+        grammar = grammars.compile(kind, text)
+    except RequestError:
+        return
+    assert grammar.matcher().mask().any()
+
+
 @settings(max_examples=150)
 @given(
     kind=st.sampled_from(["json_schema", "regex", "lark"]),
@@ -566,12 +551,7 @@ PIECES = st.sampled_from(
     start=st.booleans(),
 )
 def test_any_text_is_compiled_or_refused(grammars: Grammars, kind: str, text: str, start: bool) -> None:
-    text = f"start: {text}" if start and kind == "lark" else text
-    try:
-        grammar = grammars.compile(kind, text)
-    except RequestError:
-        return
-    assert grammar.matcher().mask().any()
+    try_out(grammars, kind, f"start: {text}" if start and kind == "lark" else text)
 
 
 KEYWORDS = st.sampled_from(
@@ -588,11 +568,7 @@ JSON = st.recursive(
 @settings(max_examples=100)
 @given(schema=st.dictionaries(KEYWORDS, JSON, max_size=4))
 def test_any_json_is_a_schema_or_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
-    try:
-        grammar = grammars.compile("json_schema", json.dumps(schema))
-    except RequestError:
-        return
-    assert grammar.matcher().mask().any()
+    try_out(grammars, "json_schema", json.dumps(schema))
 
 
 # --- explosive grammars -----------------------------------------------------------------------------------
@@ -726,10 +702,16 @@ def test_submitted_grammars_come_from_another_thread(grammars: Grammars) -> None
     assert thread != threading.get_ident()
 
 
-def test_a_trial_that_was_killed_between_two_grammars_is_started_again(grammars: Grammars) -> None:
-    grammars.compile("regex", "before")
+def trial_of(grammars: Grammars) -> Any:
+    """The process in which grammars are tried."""
     process = grammars._trial._process
     assert process is not None
+    return process
+
+
+def test_a_trial_that_was_killed_between_two_grammars_is_started_again(grammars: Grammars) -> None:
+    grammars.compile("regex", "before")
+    process = trial_of(grammars)
     process.kill()
     process.wait(WAIT_S)
     assert accepts(grammars.compile("regex", "after"), "after")
@@ -739,16 +721,13 @@ def test_a_trial_knows_no_secrets(grammars: Grammars, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     grammars._trial.close()
     grammars.compile("regex", "secret")
-    process = grammars._trial._process
-    assert process is not None
-    assert "HF_TOKEN" not in psutil.Process(process.pid).environ()
+    assert "HF_TOKEN" not in psutil.Process(trial_of(grammars).pid).environ()
 
 
-def test_closing_ends_what_is_being_tried() -> None:
-    held = Grammars(FOLDER, VOCABULARY, EOS, deadline_s=WAIT_S)
+def test_closing_ends_what_is_being_tried(made: Made) -> None:
+    held = made(deadline_s=WAIT_S)
     held.compile("regex", "a")
-    process = held._trial._process
-    assert process is not None
+    process = trial_of(held)
     running = held.submit("json_schema", SLOW, lambda _: None)
     waiting = held.submit("regex", "b", lambda _: None)
     held.close()
@@ -776,18 +755,21 @@ TOOLS = [
 ]
 
 
+def of_calls(
+    grammars: Grammars, tools: list[Tool], style: Any = JSON_STYLE, *marks: Any, **more: Any
+) -> Grammar:
+    """The grammar of calls of these tools."""
+    return grammars.compile(
+        "lark", call_grammar(relaxed(checked_tools(tools), True)[0], style, *marks, **more)
+    )
+
+
 def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
     style = replace(JSON_STYLE, before='<call>\n{"name": "', after='}é"</call>')
-    grammar = grammars.compile("lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], style))
-    schemas: dict[str, Mapping[str, Any]] = {
-        "weather": WEATHER.schema,
-        'odd "name" é': {
-            "type": "object",
-            "properties": {"n": {"type": "integer"}},
-            "additionalProperties": False,
-        },
-        "stop": {"type": "object", "additionalProperties": False},
-    }
+    grammar = of_calls(grammars, TOOLS, style)
+    closed = {"type": "object", "additionalProperties": False}
+    odd = {**closed, "properties": {"n": {"type": "integer"}}}
+    schemas: dict[str, Mapping[str, Any]] = {"weather": WEATHER.schema, 'odd "name" é': odd, "stop": closed}
     seen = set()
 
     def check(text: str) -> bool:
@@ -804,9 +786,7 @@ def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
 
 
 def test_a_required_tool_is_the_only_one(grammars: Grammars) -> None:
-    grammar = grammars.compile(
-        "lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], JSON_STYLE, required="stop")
-    )
+    grammar = of_calls(grammars, TOOLS, required="stop")
     assert accepts(grammar, '{"name": "stop", "arguments": {}}')
     assert not accepts(grammar, '{"name": "weather", "arguments": {"day": "now"}}')
     assert text_of(list(grammar.matcher().forced(64))).startswith('{"name": "stop", "arguments": {')
@@ -815,8 +795,7 @@ def test_a_required_tool_is_the_only_one(grammars: Grammars) -> None:
 def test_a_call_may_open_with_a_special_token(grammars: Grammars) -> None:
     marks = [("<open>", 4), ("<close>", 2)]
     style = replace(JSON_STYLE, before='<open>{"name": "', after="}<close>")
-    grammar = grammars.compile("lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], style, marks))
-    matcher = grammar.matcher()
+    matcher = of_calls(grammars, TOOLS, style, marks).matcher()
     assert allowed(matcher) == [4]
     for token in (4, *tokens_of('{"name": "stop", "arguments": {}}')):
         assert token in allowed(matcher)
@@ -842,9 +821,7 @@ def test_bad_tools_are_named(tools: list[Tool], required: str | None, words: str
 
 def test_a_keyword_that_cannot_be_enforced_does_not_make_a_tool_useless(grammars: Grammars) -> None:
     schema = {"properties": {"n": {"type": "integer", "not": {"const": 0}}}, "required": ["n"]}
-    grammar = grammars.compile(
-        "lark", call_grammar(relaxed(checked_tools([Tool("x", parameters=schema)]), True)[0], JSON_STYLE)
-    )
+    grammar = of_calls(grammars, [Tool("x", parameters=schema)])
     assert accepts(grammar, '{"name": "x", "arguments": {"n": 5}}')
 
 
@@ -854,9 +831,7 @@ def test_a_pattern_that_cannot_be_enforced_does_not_make_a_tool_useless(
 ) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}, "required": ["a"]}
     style = replace(JSON_STYLE, before='<call>{"name": "')
-    grammar = grammars.compile(
-        "lark", call_grammar(relaxed(checked_tools([Tool("x", parameters=schema)]), True)[0], style, **beside)
-    )
+    grammar = of_calls(grammars, [Tool("x", parameters=schema)], style, **beside)
     assert accepts(grammar, '<call>{"name": "x", "arguments": {"a": "b"}}')
     assert not accepts(grammar, '<call>{"name": "x", "arguments": {"a": 1}}')
     assert accepts(grammar, "5") == bool(beside)

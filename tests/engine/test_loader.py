@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mlxtp.model_files import fingerprint, stray_files
 from mlxtp.models.hub_cache import lacks
 from mlxtp.models.inspect import weight_bytes
 
-from .families import FAMILIES
+from .families import FAMILIES, OTHERS
 from .mtp_heads import add_head
 from .small_models import change_config, change_weights, split_weights, write_config, write_model
 
@@ -111,17 +111,8 @@ def test_one_end_token_may_be_a_plain_number(folder: Path) -> None:
 
 def test_a_family_may_leave_its_usual_numbers_out(tmp_path: Path) -> None:
     """Gemma 3 comes with a text_config that holds only what differs from the defaults."""
-    text = {
-        "model_type": "gemma3_text",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "sliding_window_pattern": 2,
-        "head_dim": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    folder = write_model(tmp_path / "gemma", **text, vocab_size=262144)
+    text = {"model_type": "gemma3_text", "hidden_size": 16, "intermediate_size": 32, "head_dim": 4}
+    folder = write_model(tmp_path / "gemma", **text, vocab_size=262144, sliding_window_pattern=2)
     change_config(folder, vocab_size=None)
     loaded = load_alone(folder)
     assert loaded.vocabulary.size == 262144
@@ -165,15 +156,13 @@ def count_waits(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
     return waits
 
 
-def test_a_load_waits_for_the_device_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait for each of a layer's nine tensors costs seconds on a GPU."""
-    folder = write_model(tmp_path / "small", dtype=mx.bfloat16)
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 1 << 18}])
+def test_a_load_waits_for_the_device_once_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
+    """A wait for each of a layer's nine tensors, or for each part of a large one, costs seconds on a GPU."""
+    folder = write_model(tmp_path / "small", dtype=mx.bfloat16, **changes)
     assert count_waits(monkeypatch, folder) == 1 + 2 + 1  # embedding and head, two layers, the rest
-
-
-def test_a_large_tensor_is_checked_in_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model(tmp_path / "large", dtype=mx.bfloat16, vocab_size=1 << 18)
-    assert count_waits(monkeypatch, folder) == 1 + 2 + 1
 
 
 def test_one_wait_is_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +203,8 @@ def test_a_nan_with_a_sign_is_found(folder: Path) -> None:
 
 
 def test_all_broken_tensors_of_a_layer_are_named(folder: Path) -> None:
-    bad = mx.full((64,), mx.nan)
-    norms = (
-        "model__layers__1__input_layernorm__weight",
-        "model__layers__1__post_attention_layernorm__weight",
-    )
-    change_weights(folder, **dict.fromkeys(norms, bad))
+    norms = (f"model__layers__1__{which}_layernorm__weight" for which in ("input", "post_attention"))
+    change_weights(folder, **dict.fromkeys(norms, mx.full((64,), mx.nan)))
     with pytest.raises(ModelError, match=r"2 tensors hold .*input_layernorm.*, .*post_attention_layernorm"):
         load_alone(folder)
 
@@ -268,16 +253,7 @@ def test_what_a_sequence_holds_is_what_is_counted(tmp_path: Path, family: str) -
 
 
 def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
-    folder = write_model(
-        tmp_path / "mamba",
-        model_type="mamba",
-        state_size=8,
-        conv_kernel=4,
-        use_bias=False,
-        use_conv_bias=True,
-        time_step_rank=8,
-    )
-    loaded = load_alone(folder)
+    loaded = load_alone(write_model(tmp_path / "mamba", model_type="mamba", **OTHERS["mamba"]))
     assert loaded.kv_token_bytes == 0
     assert loaded.kv_row_bytes > 0
 
@@ -285,106 +261,34 @@ def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
 # --- broken -----------------------------------------------------------------------------------------------
 
 Break = Callable[[Path], object]
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+#: 2^64 bytes are 0 to MLX, and reading any of them ends the process.
+WRAPS = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [65536] * 4, "data_offsets": [0, 0]}})
 
 
-def without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+def written(name: str, data: str | bytes) -> Break:
+    return lambda folder: (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def config_cut_off(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama",')
+def removed(name: str) -> Break:
+    return lambda folder: (folder / name).unlink()
 
 
-def config_not_text(folder: Path) -> None:
-    (folder / "config.json").write_bytes(b"\xff\xfe\x00\x80")
+def cut_off(end: int) -> Break:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:end])
 
 
-def config_a_list(folder: Path) -> None:
-    (folder / "config.json").write_text("[1, 2]")
+def changed(**fields: object) -> Break:
+    return lambda folder: change_config(folder, **fields)
 
 
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def weights(**tensors: mx.array | None) -> Break:
+    return lambda folder: change_weights(folder, **tensors)
 
 
-def a_file_of_the_index_is_missing(folder: Path) -> None:
-    split_weights(folder, parts=3)[1].unlink()
-
-
-def index_cut_off(folder: Path) -> None:
-    split_weights(folder)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
-
-
-def index_of_something_else(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": None}))
-
-
-def weights_cut_off(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def weights_cut_off_early(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def weights_empty(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def lfs(folder: Path, name: str) -> None:
-    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
-
-
-def pointers_of_lfs(folder: Path) -> None:
-    for path in split_weights(folder):
-        lfs(folder, path.name)
-
-
-def config_in_lfs(folder: Path) -> None:
-    lfs(folder, "config.json")
-
-
-def index_in_lfs(folder: Path) -> None:
-    lfs(folder, "model.safetensors.index.json")
-
-
-def weights_garbage(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"garbage" * 100)
-
-
-def a_shape_that_wraps_to_nothing(folder: Path) -> None:
-    """2^64 bytes are 0 to MLX, and reading any of them ends the process."""
-    tensor = {"dtype": "F32", "shape": [65536] * 4, "data_offsets": [0, 0]}
-    header = json.dumps({"model.norm.weight": tensor}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-
-
-def a_tensor_is_missing(folder: Path) -> None:
-    change_weights(folder, model__layers__1__mlp__up_proj__weight=None)
-
-
-def a_tensor_too_many(folder: Path) -> None:
-    change_weights(folder, model__layers__0__mlp__sideways_proj__weight=mx.zeros((4, 4)))
-
-
-def a_weight_is_no_number(folder: Path) -> None:
-    change_weights(folder, model__layers__1__mlp__up_proj__weight=with_one(mx.nan, (128, 64)))
-
-
-def a_weight_is_infinite(folder: Path) -> None:
-    change_weights(folder, model__norm__weight=with_one(-mx.inf, (64,), mx.bfloat16))
-
-
-def an_embedding_is_no_number(folder: Path) -> None:
-    change_weights(folder, model__embed_tokens__weight=with_one(mx.nan, (512, 64), mx.float16))
-
-
-def a_scale_is_no_number(folder: Path) -> None:
-    write_model(folder, quantize=32)
-    change_weights(folder, model__layers__0__mlp__down_proj__scales=with_one(mx.nan, (64, 4)))
+def one_after_the_other(*breaks: Break) -> Break:
+    return lambda folder: [each(folder) for each in breaks]
 
 
 def with_one(value: float, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -394,90 +298,89 @@ def with_one(value: float, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32)
     return array.astype(dtype)
 
 
-def a_tensor_of_another_shape(folder: Path) -> None:
-    change_weights(folder, model__norm__weight=mx.ones((65,)))
+def pointers_of_lfs(folder: Path) -> None:
+    for path in split_weights(folder):
+        path.write_text(POINTER)
 
 
-def fewer_layers_than_weights(folder: Path) -> None:
-    change_config(folder, num_hidden_layers=1)
-
-
-def more_layers_than_weights(folder: Path) -> None:
-    change_config(folder, num_hidden_layers=3)
-
-
-def a_number_is_missing(folder: Path) -> None:
-    change_config(folder, hidden_size=None)
-
-
-def a_number_is_a_word(folder: Path) -> None:
-    change_config(folder, num_attention_heads="many")
-
-
-def numbers_in_a_list(folder: Path) -> None:
-    change_config(folder, text_config=[64, 128])
-
-
-def code_of_its_own(folder: Path) -> None:
-    (folder / "evil.py").write_text("raise SystemExit('this ran')")
-    change_config(folder, model_file="evil.py")
-
-
-def a_family_that_ends_the_process(folder: Path) -> None:
-    change_config(folder, model_type="olmo")
-
-
-def a_family_that_is_no_model(folder: Path) -> None:
-    change_config(folder, model_type="cache")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "code", "words"),
-    [
-        (without_config, Code.MODEL_NOT_FOUND, ["no config.json", "not a model folder"]),
-        (config_cut_off, Code.MODEL_INVALID, ["config.json cannot be read"]),
-        (config_not_text, Code.MODEL_INVALID, ["config.json cannot be read"]),
-        (config_a_list, Code.MODEL_INVALID, ["config.json is not a JSON object"]),
-        (without_weights, Code.MODEL_NOT_FOUND, ["no model*.safetensors"]),
-        (a_file_of_the_index_is_missing, Code.MODEL_INVALID, ["lacks 1 of 3", "model-00002-of-00003"]),
-        (index_cut_off, Code.MODEL_INVALID, ["index.json cannot be read"]),
-        (index_in_lfs, Code.MODEL_INVALID, ["index.json cannot be read", "pointer of Git LFS"]),
-        (config_in_lfs, Code.MODEL_INVALID, ["config.json is a pointer of Git LFS", "git lfs pull"]),
-        (
-            pointers_of_lfs,
-            Code.MODEL_INVALID,
-            ["model-00001-of-00002.safetensors is a pointer of Git LFS", "git lfs pull"],
-        ),
-        (index_of_something_else, Code.MODEL_INVALID, ["index.json cannot be read"]),
-        (weights_cut_off, Code.MODEL_INVALID, ["small"]),
-        (weights_cut_off_early, Code.MODEL_INVALID, ["small"]),
-        (weights_empty, Code.MODEL_INVALID, ["small", "model.safetensors is damaged: it is empty"]),
-        (weights_garbage, Code.MODEL_INVALID, ["small"]),
-        (a_shape_that_wraps_to_nothing, Code.MODEL_INVALID, ["model.safetensors is damaged", "norm.weight"]),
-        (a_tensor_is_missing, Code.MODEL_INVALID, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),
-        (a_tensor_too_many, Code.MODEL_INVALID, ["sideways_proj.weight", "not in model"]),
-        (a_tensor_of_another_shape, Code.MODEL_INVALID, ["(64", "(65", "model.norm.weight"]),
-        (a_weight_is_no_number, Code.MODEL_INVALID, ["1 tensor", "NaN", "model.layers.1.mlp.up_proj.weight"]),
-        (a_weight_is_infinite, Code.MODEL_INVALID, ["infinite", "model.norm.weight"]),
-        (an_embedding_is_no_number, Code.MODEL_INVALID, ["NaN", "model.embed_tokens.weight"]),
-        (a_scale_is_no_number, Code.MODEL_INVALID, ["NaN", "model.layers.0.mlp.down_proj.scales"]),
-        (fewer_layers_than_weights, Code.MODEL_INVALID, ["layers.1", "not in model"]),
-        (more_layers_than_weights, Code.MODEL_INVALID, ["Missing", "layers.2"]),
-        (a_number_is_missing, Code.MODEL_INVALID, ["hidden_size"]),
-        (a_number_is_a_word, Code.MODEL_INVALID, ["small"]),
-        (code_of_its_own, Code.MODEL_INVALID, ["custom module"]),
-        (numbers_in_a_list, Code.MODEL_INVALID, ["text_config"]),
-        (a_family_that_is_no_model, Code.MODEL_INVALID, ["small"]),
-        (a_family_that_ends_the_process, Code.MODEL_UNSUPPORTED, ["small", "this family"]),
-    ],
+CODE_OF_ITS_OWN = one_after_the_other(
+    written("evil.py", "raise SystemExit('this ran')"), changed(model_file="evil.py")
 )
-def test_a_broken_folder_is_refused_in_plain_words(
-    folder: Path, spoil: Break, code: Code, words: list[str]
-) -> None:
+A_TENSOR_IS_MISSING = weights(model__layers__1__mlp__up_proj__weight=None)
+NAN, FAR = with_one(mx.nan, (128, 64)), with_one(-mx.inf, (64,), mx.bfloat16)
+SCALES = weights(model__layers__0__mlp__down_proj__scales=with_one(mx.nan, (64, 4)))
+EMBEDDING = weights(model__embed_tokens__weight=with_one(mx.nan, (512, 64), mx.float16))
+BROKEN: Mapping[str, tuple[Break, list[str]]] = {
+    "config cut off": (written(CONFIG, '{"model_type": "llama",'), ["config.json cannot be read"]),
+    "config not text": (written(CONFIG, b"\xff\xfe\x00\x80"), ["config.json cannot be read"]),
+    "config a list": (written(CONFIG, "[1, 2]"), ["config.json is not a JSON object"]),
+    "a file of the index is missing": (
+        lambda folder: split_weights(folder, parts=3)[1].unlink(),
+        ["lacks 1 of 3", "model-00002-of-00003"],
+    ),
+    "index cut off": (
+        one_after_the_other(split_weights, written(INDEX, '{"weight_map": {')),
+        ["index.json cannot be read"],
+    ),
+    "index in LFS": (written(INDEX, POINTER), ["index.json cannot be read", "pointer of Git LFS"]),
+    "config in LFS": (written(CONFIG, POINTER), ["config.json is a pointer of Git LFS", "git lfs pull"]),
+    "weights in LFS": (
+        pointers_of_lfs,
+        ["model-00001-of-00002.safetensors is a pointer of Git LFS", "git lfs pull"],
+    ),
+    "index of something else": (written(INDEX, '{"weight_map": null}'), ["index.json cannot be read"]),
+    "weights cut off": (cut_off(-1000), ["small"]),
+    "weights cut off early": (cut_off(100), ["small"]),
+    "weights empty": (written(WEIGHTS, ""), ["small", "model.safetensors is damaged: it is empty"]),
+    "weights garbage": (written(WEIGHTS, struct.pack("<Q", 1 << 60) + b"garbage" * 100), ["small"]),
+    "a shape that wraps to nothing": (
+        written(WEIGHTS, struct.pack("<Q", len(WRAPS)) + WRAPS.encode()),
+        ["model.safetensors is damaged", "norm.weight"],
+    ),
+    "a tensor is missing": (A_TENSOR_IS_MISSING, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),
+    "a tensor too many": (
+        weights(model__layers__0__mlp__sideways_proj__weight=mx.zeros((4, 4))),
+        ["sideways_proj.weight", "not in model"],
+    ),
+    "a tensor of another shape": (
+        weights(model__norm__weight=mx.ones((65,))),
+        ["(64", "(65", "model.norm.weight"],
+    ),
+    "a weight is no number": (
+        weights(model__layers__1__mlp__up_proj__weight=NAN),
+        ["1 tensor", "NaN", "model.layers.1.mlp.up_proj.weight"],
+    ),
+    "a weight is infinite": (weights(model__norm__weight=FAR), ["infinite", "model.norm.weight"]),
+    "an embedding is no number": (EMBEDDING, ["NaN", "model.embed_tokens.weight"]),
+    "a scale is no number": (
+        one_after_the_other(lambda folder: write_model(folder, quantize=32), SCALES),
+        ["NaN", "model.layers.0.mlp.down_proj.scales"],
+    ),
+    "fewer layers than weights": (changed(num_hidden_layers=1), ["layers.1", "not in model"]),
+    "more layers than weights": (changed(num_hidden_layers=3), ["Missing", "layers.2"]),
+    "a number is missing": (changed(hidden_size=None), ["hidden_size"]),
+    "a number is a word": (changed(num_attention_heads="many"), ["small"]),
+    "code of its own": (CODE_OF_ITS_OWN, ["custom module"]),
+    "numbers in a list": (changed(text_config=[64, 128]), ["text_config"]),
+    "a family that is no model": (changed(model_type="cache"), ["small"]),
+    "no config": (removed(CONFIG), ["no config.json", "not a model folder"]),
+    "no weights": (removed(WEIGHTS), ["no model*.safetensors"]),
+    "a family that ends the process": (changed(model_type="olmo"), ["small", "this family"]),
+}
+CODES = {
+    "no config": Code.MODEL_NOT_FOUND,
+    "no weights": Code.MODEL_NOT_FOUND,
+    "a family that ends the process": Code.MODEL_UNSUPPORTED,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_in_plain_words(folder: Path, name: str) -> None:
+    spoil, words = BROKEN[name]
     spoil(folder)
     with pytest.raises(ModelError) as refused:
         load_alone(folder)
-    assert refused.value.code is code
+    assert refused.value.code is CODES.get(name, Code.MODEL_INVALID)
     for word in words:
         assert word in refused.value.detail
     # Several ranks' words must fit one frame, and a log's line.
@@ -490,7 +393,7 @@ def test_code_of_a_model_is_refused_despite_any_default_of_mlx_lm(
 ) -> None:
     from mlx_lm.utils import load_model
 
-    code_of_its_own(folder)
+    CODE_OF_ITS_OWN(folder)
     defaults = load_model.__defaults__
     assert defaults is not None
     assert defaults[-1] is False
@@ -509,7 +412,7 @@ def test_a_model_that_cannot_be_read_is_the_same_error(tmp_path: Path) -> None:
 
 def test_after_a_refusal_the_next_model_loads(folder: Path, tmp_path: Path) -> None:
     without = write_model(tmp_path / "without")
-    a_tensor_is_missing(without)
+    A_TENSOR_IS_MISSING(without)
     with pytest.raises(ModelError):
         load_alone(without)
     assert load_alone(folder).name == "small"

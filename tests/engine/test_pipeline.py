@@ -40,6 +40,7 @@ from mlxtp.wire.messages import Forward
 from .described_models import described, families_of_pipelines
 from .families import FAMILIES, GEMMA4, OTHERS, PIPELINE, WINDOWS, asked_for
 from .small_models import remember, write_model
+from .tables import refused
 
 pytestmark = pytest.mark.fault
 
@@ -332,9 +333,8 @@ def test_numbers_and_arrays_that_are_of_no_layer_may_be_positions(position: Call
     ],
 )
 def test_a_trace_refuses_what_no_stage_can_have(forward: Callable[..., mx.array], why: str) -> None:
-    with pytest.raises(ModelError, match=why) as refused:
+    with refused(ModelError, Code.MODEL_UNSUPPORTED, why):
         trace_layers(MadeUp(forward), [KVCache() for _ in range(5)])
-    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 def test_layers_that_are_given_positions_need_caches_that_count_them() -> None:
@@ -413,9 +413,8 @@ def test_a_model_with_more_between_its_layers_than_hidden_states_is_refused(
     tmp_path: Path, family: str, changes: Mapping[str, Any], why: str
 ) -> None:
     folder = some_model(tmp_path / "model", family, **changes)
-    with pytest.raises(ModelError, match=f"{family} cannot run as a pipeline: .*{why}") as refused:
+    with refused(ModelError, Code.MODEL_UNSUPPORTED, f"{family} cannot run as a pipeline: .*{why}"):
         pipeline(folder, (2, 2))
-    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -440,9 +439,8 @@ def _weights(model: Any) -> list[tuple[str, mx.array]]:
 
 @pytest.mark.parametrize("split", [(2, 2, 1), (2, 3), (4,)])
 def test_a_wrong_split_is_refused_with_its_numbers(split: tuple[int, ...]) -> None:
-    with pytest.raises(ModelError, match="this model has 4 layers, and the group 2 ranks") as refused:
+    with refused(ModelError, Code.MODEL_NOT_DIVISIBLE, "this model has 4 layers, and the group 2 ranks"):
         check_split(split, 2, 4)
-    assert refused.value.code is Code.MODEL_NOT_DIVISIBLE
 
 
 # --- messages ---------------------------------------------------------------------------------------------
@@ -452,9 +450,8 @@ def test_hidden_states_of_another_forward_are_found() -> None:
     HiddenStates().wait(5)
     HiddenStates(None, mx.array([5], dtype=mx.uint32)).wait(5)
     HiddenStates(None, mx.array([1], dtype=mx.uint32)).wait((1 << 32) + 1)
-    with pytest.raises(GroupError, match="forward 4, not 5") as found:
+    with refused(GroupError, Code.DESYNC, "forward 4, not 5"):
         HiddenStates(None, mx.array([4], dtype=mx.uint32)).wait(5)
-    assert found.value.code is Code.DESYNC
 
 
 def test_rank_0_holds_a_forward_until_it_needs_it_or_has_sent_as_many_frames_as_there_are_other_stages() -> (
@@ -517,9 +514,8 @@ def test_a_step_gets_its_tokens_once_they_have_come_and_in_order() -> None:
 def test_tokens_of_another_forward_are_refused(tokens: tuple[int, tuple[int, ...]]) -> None:
     late = LateTokens()
     late.joined(chosen(1, 7, 8), None)
-    with pytest.raises(GroupError, match=f"{len(tokens[1])} tokens of forward {tokens[0]}, but 2") as refused:
+    with refused(GroupError, Code.DESYNC, f"{len(tokens[1])} tokens of forward {tokens[0]}, but 2"):
         late.supply(*tokens)
-    assert refused.value.code is Code.DESYNC
 
 
 def test_a_stage_computes_a_step_when_its_tokens_have_come_and_those_behind_it_then_too() -> None:

@@ -25,6 +25,7 @@ from ..reference import reference
 from ..wire.forwards import of_prompt, of_prompts
 from .families import FAMILIES
 from .small_models import write_model
+from .tables import refused
 
 PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
 OTHER = (70, 80, 90, 100, 110)
@@ -277,11 +278,10 @@ def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all
     folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
     runner = runner_of(folder)
     runner.run(of_prompt(1, 0, 8, PROMPT[:5]))
-    with pytest.raises(
-        GroupError, match="sequence 1: 4 tokens to keep, but this rank holds 5, not to be cut"
-    ) as refused:
+    with refused(
+        GroupError, Code.DESYNC, "sequence 1: 4 tokens to keep, but this rank holds 5, not to be cut"
+    ):
         runner.stop(1, 4)
-    assert refused.value.code is Code.DESYNC
     prefill(runner, 2, PROMPT)
     decode(runner, 2, 8, 2)
     with pytest.raises(GroupError, match="sequence 2: 9 tokens to keep, but this rank holds 10"):
@@ -359,9 +359,8 @@ def test_a_layout_without_room_for_what_a_rank_holds_is_refused(
 ) -> None:
     prefill(runner, 1, tuple(range(10, 90)))
     prefill(runner, 2, PROMPT)
-    with pytest.raises(GroupError, match=r"but this rank holds \[80, 8\]") as refused:
+    with refused(GroupError, Code.DESYNC, r"but this rank holds \[80, 8\]"):
         runner.arrange(rooms)
-    assert refused.value.code is Code.DESYNC
     runner.arrange((80, 8))
 
 
@@ -452,17 +451,15 @@ def test_other_rows_are_refused(runner: Runner) -> None:
     prefill(runner, 1, PROMPT)
     prefill(runner, 2, OTHER)
     for positions in ({1: 8}, {2: 5, 1: 8}, {1: 8, 3: 5}):
-        with pytest.raises(GroupError, match=r"but this rank runs \(1, 2\)") as refused:
+        with refused(GroupError, Code.DESYNC, r"but this rank runs \(1, 2\)"):
             step(runner, positions)
-        assert refused.value.code is Code.DESYNC
 
 
 @pytest.mark.parametrize("position", [0, 7, 9, 64])
 def test_another_position_is_refused(runner: Runner, position: int) -> None:
     prefill(runner, 1, PROMPT)
-    with pytest.raises(GroupError, match=f"at position {position}, .* from 8 to 8") as refused:
+    with refused(GroupError, Code.DESYNC, f"at position {position}, .* from 8 to 8"):
         step(runner, {1: position})
-    assert refused.value.code is Code.DESYNC
     step(runner, {1: 8})
 
 

@@ -36,6 +36,7 @@ from mlxtp.wire.messages import (
 
 from ..wire.forwards import is_step, reads_prompts
 from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_frame
+from .tables import cases, refused
 
 pytestmark = pytest.mark.fault
 
@@ -74,6 +75,10 @@ def decodes(moves: list[DecodeFrame]) -> list[Forward]:
     return [move for move in moves if is_step(move)]
 
 
+def widths(moves: list[DecodeFrame]) -> list[int]:
+    return [max(move.widths, default=1) for move in decodes(moves)]
+
+
 def check_answer(request: Request) -> None:
     """It got all of its own tokens, one after the other, and ended once."""
     tokens, reason = request.expected
@@ -83,8 +88,94 @@ def check_answer(request: Request) -> None:
 
 
 def check_answers(simulation: Simulation) -> None:
+    """Of all that were neither cancelled nor refused."""
     for request in simulation.requests.values():
-        check_answer(request)
+        if not request.cancelled and not request.failures:
+            check_answer(request)
+
+
+def finish(simulation: Simulation) -> Simulation:
+    simulation.drain()
+    check_answers(simulation)
+    return simulation
+
+
+def asked(
+    set_up: Mapping[str, Any], *what: Any, others: Sequence[tuple[Any, ...]] = (), **wants: Any
+) -> tuple[Simulation, Request]:
+    """A request, beside others that come after it, from its beginning to its end."""
+    simulation = Simulation(**set_up)
+    request = simulation.add(*what, **wants)
+    for other in others:
+        simulation.add(*other)
+    simulation.drain()
+    return simulation, request
+
+
+def chunks_of(simulation: Simulation, request: int) -> list[Any]:
+    return [chunk for chunk in simulation.prefills() if chunk.request == request]
+
+
+# --- courses ----------------------------------------------------------------------------------------------
+
+
+def played(course: str, **set_up: Any) -> Simulation:
+    """`3+20 t2 2x12+1 c1 | end`: a prompt of 3 tokens for 20 new ones, two turns of the loop, two prompts of
+    12 for 1, the first one's cancel; what comes then counts, until nothing is left to do.
+    """
+    simulation = Simulation(**set_up)
+    for word in course.split():
+        if word == "end":
+            finish(simulation)
+        elif word == "|":
+            simulation.frames.clear()
+        elif word[0] in "tc":
+            (simulation.ticks if word[0] == "t" else simulation.cancel)(int(word[1:]))
+        else:
+            times, _, sizes = word.rpartition("x")
+            for _ in range(int(times or 1)):
+                simulation.add(*map(int, sizes.split("+")))
+    return simulation
+
+
+MOVES = """
+others decode between the chunks of a long prompt
+  prefill_chunk=4; 3+20 t2 12+2 | t8; P2 D1 P2 D1 P2 D12 S2 D1
+beside others chunks are smaller
+  prefill_chunk=8 chunk_beside=2; 3+9 t2 5+9 | t6; P2 D1 P2 D1 P2 D12
+short prompts share the budget of one chunk
+  prefill_chunk=6; 5x3+20 t8; P1 P2 D12 P3 P4 D1234 P5 D12345
+short prompts are computed together
+  prefill_chunk=16 together=16; 3+4 5+4 4+4 2+4 9+4 end; P(123) ...
+what prompts took beside rows limits none that come alone
+  prefill_chunk=16 together=16; 16+1 end 2x5+1 end; P1 S1 P(23) S2 S3
+prompts of one token answer together
+  together=64; 3x2+1 end; P(123) S1 S2 S3
+where rows must go one by one so do prompts
+  together=64 rolls_back=0; 3x2+1 end; P1 S1 P2 S2 P3 S3
+long prompts take turns
+  prefill_chunk=4; 3x12+1 end; P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3
+a short prompt passes a long one
+  prefill_chunk=4; 100+1 2+1 t3; P1 P2 S2
+a full batch makes others wait
+  max_rows=2; 3x1+3 end; P1 P2 D12 D12 S1 S2 P3 D3 D3 S3
+the oldest kept cache makes room for a new one
+  prefixes=1 kv_tokens=512; 100+2 end 100+2 end 100+2 end 100+2 end; P1 D1 S1 P2 D2 S2 P3 D3 S3 X1 P4 D4 S4 X2
+prompts that do not fit beside each other come one by one
+  kv_tokens=256 prefill_chunk=80; 3x150+3 end; P1 P1 D1 D1 S1 P2 P2 D2 D2 S2 P3 P3 D3 D3 S3
+each row needs room for its own length: 352 and 96 with a wide step
+  kv_tokens=448; 257+10 20+10 end; P1 P2 D12 ...
+one position less is no room for both
+  kv_tokens=447; 257+10 20+10 end; P1 D1 D1 ...
+""".strip().splitlines()
+
+
+@cases("of", dict(zip(MOVES[::2], MOVES[1::2], strict=True)))
+def test_moves(of: str) -> None:
+    set_up, course, moves = of.strip().split("; ")
+    settings_ = {name: int(value) for name, _, value in (each.partition("=") for each in set_up.split())}
+    found = sketch(played(course, **settings_).frames)
+    assert found.startswith(moves.removesuffix("...")) if moves.endswith("...") else found == moves
 
 
 # --- one request ------------------------------------------------------------------------------------------
@@ -93,78 +184,47 @@ def check_answers(simulation: Simulation) -> None:
 @RUN_AHEAD
 @pytest.mark.parametrize("n", [1, 2, 5, 64])
 def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -> None:
-    simulation = Simulation(run_ahead=run_ahead)
-    request = simulation.add(max_tokens=n)
-    simulation.drain()
+    simulation, request = asked({"run_ahead": run_ahead}, 3, n)
     assert sketch(simulation.frames) == " ".join(["P1"] + ["D1"] * (n - 1) + ["S1"])
     assert request.indices == list(range(n))
     assert request.ends == [Finished(1, "length", n, n)]
 
 
-def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
-    simulation = Simulation(run_ahead=0)
-    request = simulation.add(max_tokens=9, says=(7, 8, EOS))
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 D1 S1"
-    assert request.tokens == [7, 8]
-    assert request.ends == [Finished(1, "stop", 3, 3)]
-
-
-def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
-    simulation = Simulation(run_ahead=1)
-    request = simulation.add(max_tokens=9, says=(7, 8, EOS))
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
-    assert request.tokens == [7, 8]
-    assert request.ends == [Finished(1, "stop", 3, 4)]
-
-
-@RUN_AHEAD
-def test_the_end_token_as_the_first_word(run_ahead: int) -> None:
-    simulation = Simulation(run_ahead=run_ahead)
-    request = simulation.add(says=(EOS,))
-    simulation.drain()
-    assert request.tokens == []
-    assert [(end.reason, end.generated) for end in request.ends] == [("stop", 1)]
-    assert sketch(simulation.frames) == "P1 " + "D1 " * run_ahead + "S1"
-
-
-@RUN_AHEAD
-def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) -> None:
-    simulation = Simulation(run_ahead=run_ahead)
-    request = simulation.add(max_tokens=3, says=(7, 8, EOS))
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 D1 S1"
-    assert request.tokens == [7, 8]
-    assert request.ends == [Finished(1, "stop", 3, 3)]
+@cases(
+    "says, limit, run_ahead, moves, forwards",
+    {
+        "costs no further step in lockstep": ((7, 8, EOS), 9, 0, "P1 D1 D1 S1", 3),
+        "throws away a step that ran ahead": ((7, 8, EOS), 9, 1, "P1 D1 D1 D1 S1", 4),
+        "may be the first word": ((EOS,), 9, 0, "P1 S1", 1),
+        "may be the first word, running ahead": ((EOS,), 9, 1, "P1 D1 S1", 2),
+        "is no cut exactly at the limit": ((7, 8, EOS), 3, 0, "P1 D1 D1 S1", 3),
+        "is no cut at the limit, running ahead": ((7, 8, EOS), 3, 1, "P1 D1 D1 S1", 3),
+    },
+)
+def test_an_end_token(says: tuple[int, ...], limit: int, run_ahead: int, moves: str, forwards: int) -> None:
+    simulation, request = asked({"run_ahead": run_ahead}, 3, limit, says)
+    assert sketch(simulation.frames) == moves
+    assert (request.tokens, request.ends) == ([*says[:-1]], [Finished(1, "stop", len(says), forwards)])
 
 
 def test_a_request_that_ignores_the_end_token_goes_on() -> None:
-    simulation = Simulation()
-    request = simulation.add(max_tokens=4, says=(7, EOS, 8), ignore_eos=True)
-    simulation.drain()
+    _, request = asked({}, 3, 4, (7, EOS, 8), ignore_eos=True)
     assert request.tokens[:3] == [7, EOS, 8]
     assert request.ends == [Finished(1, "length", 4, 4)]
 
 
 def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    request = simulation.add(prompt=10, max_tokens=1)
-    simulation.drain()
+    simulation, request = asked({"prefill_chunk": 4}, 10, 1)
     chunks = simulation.prefills()
-    assert [(c.offset, len(c.tokens), c.total, c.last, c.cached) for c in chunks] == [
-        (0, 4, 10, False, 0),
-        (4, 4, 10, False, 0),
-        (8, 2, 10, True, 0),
-    ]
+    found = [(c.offset, len(c.tokens), c.total, c.last, c.cached) for c in chunks]
+    assert found == [(0, 4, 10, False, 0), (4, 4, 10, False, 0), (8, 2, 10, True, 0)]
     assert tuple(token for c in chunks for token in c.tokens) == request.prompt
 
 
 def test_every_token_has_its_score() -> None:
-    simulation = Simulation(drafts=True)
-    request = simulation.add((5, 6, 7, 8) * 4, 12, (5, 6, 7, 8) * 3, scored=True)
-    simulation.add(3, 4)
-    simulation.drain()
+    simulation, request = asked(
+        {"drafts": True}, (5, 6, 7, 8) * 4, 12, (5, 6, 7, 8) * 3, scored=True, others=[(3, 4)]
+    )
     check_answers(simulation)
     assert request.ends[0].accepted > 0, "drafts and scores go together"
 
@@ -183,10 +243,30 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
 
 # --- how ranks choose -------------------------------------------------------------------------------------
 
+GREEDY: dict[str, Any] = {}
+WARM, SHAPED = {"sampling": Sampling(0.7)}, {"shaping": Shaping(presence_penalty=1.0)}
+GUIDED, SCORED = {"guide": FakeGuide((5,) * 9)}, {"logprobs": 0}
+OWN, ALL, TOLD = ("winners", "verify"), ("logits", "verify"), ("logits", "broadcast")
 
-def agreements(wants: Sequence[dict[str, Any]], **policy: Any) -> list[tuple[str, str]]:
-    """(exchange, agreement) of each forward of these requests, which all run together."""
-    scheduler = Scheduler(Policy(frozenset(), together=0, **policy))
+
+@cases(
+    "wants, agreement, expected",
+    {
+        "greedy rows exchange winners and check each other": ([GREEDY], "auto", [OWN] * 2),
+        "one row that draws brings all logits to all": ([GREEDY, WARM], "auto", [OWN, ALL, ALL]),
+        "and so does one with scores": ([GREEDY, SCORED], "auto", [OWN, ALL, ALL]),
+        "what rank 0 alone can choose it says to all": ([GREEDY, SHAPED], "auto", [OWN, TOLD, TOLD]),
+        "as for a grammar": ([GREEDY, GUIDED], "auto", [OWN, TOLD, TOLD]),
+        "ordered": ([GREEDY], "broadcast", [("winners", "broadcast")] * 2),
+        "ordered, where rank 0 alone can choose": ([SHAPED], "verify", [TOLD] * 2),
+        "ordered for draws, which greedy rows have not": ([GREEDY], "broadcast-draws", [OWN] * 2),
+        "ordered for draws": ([WARM], "broadcast-draws", [TOLD] * 2),
+    },
+)
+def test_exchange_and_agreement_of_rows_that_run_together(
+    wants: Sequence[dict[str, Any]], agreement: Any, expected: list[tuple[str, str]]
+) -> None:
+    scheduler = Scheduler(Policy(frozenset(), together=0, agreement=agreement))
     for uid, want in enumerate(wants, 1):
         told = {name: value for name, value in want.items() if name != "guide"}
         scheduler.add(Generate(uid, (5,), 9, **told), want.get("guide"))
@@ -196,115 +276,22 @@ def agreements(wants: Sequence[dict[str, Any]], **policy: Any) -> list[tuple[str
         if reads_prompts(moves[-1]):
             scheduler.record((5,))
     assert is_step(moves[-1])
-    return [(move.exchange, move.agreement) for move in moves if isinstance(move, Forward)]
-
-
-GREEDY: dict[str, Any] = {}
-WARM, SHAPED = {"sampling": Sampling(0.7)}, {"shaping": Shaping(presence_penalty=1.0)}
-
-
-def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
-    assert agreements([GREEDY]) == [("winners", "verify")] * 2
-
-
-def test_one_row_that_needs_all_logits_brings_them_to_all() -> None:
-    own, all_rows = ("winners", "verify"), ("logits", "verify")
-    assert agreements([GREEDY, WARM]) == [own, all_rows, all_rows]
-    assert agreements([GREEDY, {"logprobs": 0}]) == [own, all_rows, all_rows]
-
-
-def test_what_only_rank_0_can_choose_it_says_to_all() -> None:
-    for shaped in (SHAPED, {"guide": FakeGuide((5,) * 9)}):
-        assert agreements([GREEDY, shaped])[1:] == [("logits", "broadcast")] * 2
-
-
-def test_agreement_can_be_ordered() -> None:
-    assert agreements([GREEDY], agreement="broadcast") == [("winners", "broadcast")] * 2
-    assert agreements([SHAPED], agreement="verify") == [("logits", "broadcast")] * 2
-    assert agreements([GREEDY], agreement="broadcast-draws") == [("winners", "verify")] * 2
-    assert agreements([WARM], agreement="broadcast-draws") == [("logits", "broadcast")] * 2
+    assert [(move.exchange, move.agreement) for move in moves if isinstance(move, Forward)] == expected
 
 
 # --- several requests -------------------------------------------------------------------------------------
 
 
-def test_others_decode_between_the_chunks_of_a_long_prompt() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    simulation.add(prompt=3, max_tokens=20)
-    simulation.ticks(2)
-    simulation.add(prompt=12, max_tokens=2)
-    simulation.frames.clear()
-    simulation.ticks(8)
-    assert sketch(simulation.frames) == "P2 D1 P2 D1 P2 D12 S2 D1"
-
-
-def test_beside_others_chunks_are_smaller() -> None:
-    simulation = Simulation(prefill_chunk=8, chunk_beside=2)
-    simulation.add(prompt=3, max_tokens=9)
-    simulation.ticks(2)
-    simulation.add(prompt=5, max_tokens=9)
-    simulation.frames.clear()
-    simulation.ticks(6)
-    assert sketch(simulation.frames) == "P2 D1 P2 D1 P2 D12"
-
-
 def test_a_newcomer_waits_no_longer_than_the_others() -> None:
-    simulation = Simulation(prefill_chunk=100, chunk_beside=4)
-    simulation.add(prompt=3, max_tokens=9)
-    simulation.add(prompt=50, max_tokens=9)
-    simulation.ticks(4)
+    simulation = played("3+9 50+9 t4", prefill_chunk=100, chunk_beside=4)
     assert sketch(simulation.frames) == "P1 P2 D1 P2"
     assert [len(chunk.tokens) for chunk in simulation.prefills()] == [3, 4, 4]
 
 
-def test_short_prompts_share_the_budget_of_one_chunk() -> None:
-    simulation = Simulation(prefill_chunk=6)
-    for _ in range(5):
-        simulation.add(prompt=3, max_tokens=20)
-    simulation.ticks(8)
-    assert sketch(simulation.frames) == "P1 P2 D12 P3 P4 D1234 P5 D12345"
-
-
-def test_short_prompts_are_computed_together() -> None:
-    simulation = Simulation(prefill_chunk=16, together=16)
-    for prompt in (3, 5, 4, 2, 9):
-        simulation.add(prompt, 4)
-    simulation.drain()
-    assert sketch(simulation.frames).startswith("P(123) D123 P4 P5 D12345") or sketch(
-        simulation.frames
-    ).startswith("P(123) P4 D1234 P5")
-    check_answers(simulation)
-
-
-def test_what_prompts_took_beside_rows_limits_none_that_come_alone() -> None:
-    simulation = Simulation(prefill_chunk=16, together=16)
-    simulation.add(prompt=16, max_tokens=1)
-    simulation.drain()
-    simulation.add(prompt=5, max_tokens=1)
-    simulation.add(prompt=5, max_tokens=1)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 S1 P(23) S2 S3"
-    check_answers(simulation)
-
-
-def test_prompts_of_one_token_answer_together() -> None:
-    simulation = Simulation(together=64)
-    for _ in range(3):
-        simulation.add(prompt=2, max_tokens=1)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P(123) S1 S2 S3"
-    check_answers(simulation)
-
-
 def test_chunks_of_a_long_prompt_shrink_where_attention_holds_their_scores() -> None:
-    simulation = Simulation(prefill_chunk=2048, scores=1 << 20)
-    simulation.add(prompt=12_000, max_tokens=1)
-    simulation.add(prompt=9_000, max_tokens=1)
-    simulation.drain()
-    chunks = simulation.prefills()
+    chunks = played("12000+1 9000+1 end", prefill_chunk=2048, scores=1 << 20).prefills()
     assert all(len(c.tokens) * (c.offset + len(c.tokens)) <= 1 << 20 for c in chunks)
     assert {len(c.tokens) for c in chunks if not c.last} == {1024, 512, 256, 128, 64}
-    check_answers(simulation)
 
 
 def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() -> None:
@@ -312,263 +299,194 @@ def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() 
     simulation = Simulation(prefixes=True, together=256, prefill_chunk=256, scores=64 * 8200)
     simulation.add((*beginning, 1), max_tokens=1)
     simulation.drain()
-    before = len(simulation.frames)
+    simulation.frames.clear()
     for end in range(4):
         simulation.add((*beginning, *[end] * 40), max_tokens=1)
-    simulation.drain()
-    assert "P(" not in sketch(simulation.frames[before:])
-    check_answers(simulation)
+    assert "P(" not in sketch(finish(simulation).frames)
 
 
 def test_costs_of_drafts_are_those_of_the_longest_row() -> None:
-    simulation = Simulation()
-    simulation.add(prompt=40, max_tokens=9)
-    simulation.add(prompt=5000, max_tokens=9)
-    simulation.drain()
+    simulation = played("40+9 5000+9 end")
     assert simulation.scheduler.speculation.choice.costs.context == 3
 
 
-def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
-    simulation = Simulation(together=64, rolls_back=False)
-    for _ in range(3):
-        simulation.add(prompt=2, max_tokens=1)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 S1 P2 S2 P3 S3"
+def test_at_most_a_few_prompts_are_under_way() -> None:
+    simulation = played(f"{MAX_PREFILLING + 2}x12+1", prefill_chunk=4)
+    for _ in range(40):
+        simulation.tick()
+        assert len(simulation.ranks.prefilling) <= MAX_PREFILLING
+    finish(simulation)
 
 
-def test_first_come_first_served() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    for prompt in (9, 1, 2):
-        simulation.add(prompt, max_tokens=9)
-    simulation.drain()
-    firsts = [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
-    assert firsts == [1, 2, 3]
+def test_a_prompt_of_one_chunk_waits_for_no_long_ones_however_many_are_being_read() -> None:
+    simulation = played(f"{MAX_PREFILLING}x2000+3 t10 20+3 2000+3 t8", prefill_chunk=64, together=0)
+    *_, short, another = simulation.requests.values()
+    assert short.tokens
+    assert not another.tokens
+
+
+def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
+    simulation, _ = asked({"run_ahead": 0}, 1, 9, (7, EOS), others=[(1, 4), (1, 4)])
+    assert sketch(simulation.frames) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
+
+
+# --- whose turn it is -------------------------------------------------------------------------------------
 
 
 def beginnings(simulation: Simulation) -> list[int]:
     return [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
 
 
+def line_up(simulation: Simulation, client: int, count: int, user: int = 0, tokens: int = 1) -> list[int]:
+    return [simulation.add(prompt=1, max_tokens=tokens, client=client, user=user).uid for _ in range(count)]
+
+
+@cases(
+    "queue, turns",
+    {
+        "each served in its order": ([(7, 6), (8, 3), (9, 1)], [1, 7, 10, 2, 8, 3, 9, 4, 5, 6]),
+        # One that names a new user with each request gets the share of one that names none.
+        "users take those of their client alone": (
+            [(7, 4, 1), (8, 3), (7, 2, 2), *((9, 1, user) for user in range(10, 14))],
+            [1, 5, 10, 8, 6, 11, 2, 7, 12, 9, 13, 3, 4],
+        ),
+    },
+)
+def test_clients_take_turns(queue: list[tuple[int, ...]], turns: list[int]) -> None:
+    simulation = Simulation(max_rows=1)
+    for row in queue:
+        line_up(simulation, *row)
+    assert beginnings(finish(simulation)) == turns
+
+
 def test_a_client_with_many_requests_does_not_hold_up_one_with_one() -> None:
     simulation = Simulation(max_rows=2)
-    for _ in range(20):
-        simulation.add(prompt=1, max_tokens=3, client=7)
+    line_up(simulation, 7, 20, tokens=3)
     simulation.ticks(3)
     assert beginnings(simulation) == [1, 2]
-    simulation.add(prompt=1, max_tokens=3, client=8)
-    simulation.drain()
-    assert beginnings(simulation)[:4] == [1, 2, 21, 3]
-    check_answers(simulation)
-
-
-def test_clients_take_turns_and_each_is_served_in_its_order() -> None:
-    simulation = Simulation(max_rows=1)
-    clients = {}
-    for client, count in ((7, 6), (8, 3), (9, 1)):
-        for _ in range(count):
-            clients[simulation.add(prompt=1, max_tokens=1, client=client).uid] = client
-    simulation.drain()
-    order = beginnings(simulation)
-    assert [clients[uid] for uid in order] == [7, 8, 9, 7, 8, 7, 8, 7, 7, 7]
-    for client in (7, 8, 9):
-        own = [uid for uid in order if clients[uid] == client]
-        assert own == sorted(own)
-
-
-def test_users_take_the_turns_of_their_client_alone() -> None:
-    """A client that names a new user with each request gets the share of one that names none."""
-    simulation = Simulation(max_rows=1)
-    names = {}
-    for name, client, user, count in (("a", 7, 1, 4), ("b", 8, 0, 3), ("c", 7, 2, 2)):
-        for _ in range(count):
-            names[simulation.add(prompt=1, max_tokens=1, client=client, user=user).uid] = name
-    for user in range(10, 14):
-        names[simulation.add(prompt=1, max_tokens=1, client=9, user=user).uid] = "d"
-    simulation.drain()
-    order = "".join(names[uid] for uid in beginnings(simulation))
-    assert order == "abdcbdabdcdaa"
+    line_up(simulation, 8, 1, tokens=3)
+    assert beginnings(finish(simulation))[:4] == [1, 2, 21, 3]
 
 
 def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_are() -> None:
     simulation = Simulation(max_rows=1)
     for _ in range(9):
-        simulation.add(prompt=1, max_tokens=1, client=8, user=1)
+        line_up(simulation, 8, 1, user=1)
         simulation.drain()
     for user in (1, 1, 1, 2, 3):
-        simulation.add(prompt=1, max_tokens=1, client=7, user=user)
-    simulation.drain()
-    assert beginnings(simulation)[9:] == [10, 13, 14, 11, 12]
+        line_up(simulation, 7, 1, user=user)
+    assert beginnings(finish(simulation))[9:] == [10, 13, 14, 11, 12]
 
 
 def test_a_client_with_many_requests_does_not_starve_the_others() -> None:
     simulation = Simulation(max_rows=1)
-    for _ in range(4):
-        simulation.add(prompt=1, max_tokens=1, client=7)
-    asked = {client: simulation.add(prompt=1, max_tokens=1, client=client) for client in (8, 9, 10)}
+    line_up(simulation, 7, 4)
+    waiting = {client: line_up(simulation, client, 1) for client in (8, 9, 10)}
     while len(beginnings(simulation)) < 16:
         simulation.tick()
-        for client, request in asked.items():
-            if request.ends:
-                asked[client] = simulation.add(prompt=1, max_tokens=1, client=client)
+        for client, (uid,) in waiting.items():
+            if simulation.requests[uid].ends:
+                waiting[client] = line_up(simulation, client, 1)
     assert set(beginnings(simulation)) >= {1, 2, 3, 4}
 
 
 def test_what_a_client_cancelled_is_not_held_against_it() -> None:
     simulation = Simulation(max_rows=1)
-    simulation.add(prompt=1, max_tokens=9, client=8)
+    line_up(simulation, 8, 1, tokens=9)
     simulation.tick()
-    given_up = [simulation.add(prompt=1, max_tokens=1, client=7).uid for _ in range(9)]
-    others = [simulation.add(prompt=1, max_tokens=1, client=8).uid for _ in range(3)]
+    given_up, others = line_up(simulation, 7, 9), line_up(simulation, 8, 3)
     for uid in given_up:
         simulation.cancel(uid)
-    late = simulation.add(prompt=1, max_tokens=1, client=7).uid
+    late = line_up(simulation, 7, 1)
     simulation.drain()
-    assert beginnings(simulation) == [1, late, *others]
-
-
-def test_long_prompts_take_turns() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    for _ in range(3):
-        simulation.add(prompt=12, max_tokens=1)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3"
-
-
-def test_a_short_prompt_passes_a_long_one() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    simulation.add(prompt=100, max_tokens=1)
-    simulation.add(prompt=2, max_tokens=1)
-    simulation.ticks(3)
-    assert sketch(simulation.frames) == "P1 P2 S2"
-
-
-def test_at_most_a_few_prompts_are_under_way() -> None:
-    simulation = Simulation(prefill_chunk=4)
-    for _ in range(MAX_PREFILLING + 2):
-        simulation.add(prompt=12, max_tokens=1)
-    for _ in range(40):
-        simulation.tick()
-        assert len(simulation.ranks.prefilling) <= MAX_PREFILLING
-    simulation.drain()
-    check_answers(simulation)
-
-
-def test_a_prompt_of_one_chunk_waits_for_no_long_ones_however_many_are_being_read() -> None:
-    simulation = Simulation(prefill_chunk=64, together=0)
-    for _ in range(MAX_PREFILLING):
-        simulation.add(2000, 3)
-    simulation.ticks(10)
-    short, another = simulation.add(20, 3), simulation.add(2000, 3)
-    simulation.ticks(8)
-    assert short.tokens
-    assert not another.tokens
-    simulation.drain()
-
-
-def test_a_full_batch_makes_others_wait() -> None:
-    simulation = Simulation(max_rows=2)
-    for _ in range(3):
-        simulation.add(prompt=1, max_tokens=3)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 P2 D12 D12 S1 S2 P3 D3 D3 S3"
-
-
-def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
-    simulation = Simulation(run_ahead=0)
-    simulation.add(prompt=1, max_tokens=9, says=(7, EOS))
-    simulation.add(prompt=1, max_tokens=4)
-    simulation.add(prompt=1, max_tokens=4)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
+    assert beginnings(simulation) == [1, *late, *others]
 
 
 # --- cancelling -------------------------------------------------------------------------------------------
 
 
-def test_cancel_while_waiting_leaves_no_trace() -> None:
-    simulation = Simulation()
-    simulation.add()
-    assert simulation.cancel(1) == Finished(1, "cancel", 0, 0)
-    simulation.drain()
-    assert simulation.frames == []
-
-
-def test_cancel_between_two_chunks() -> None:
+@cases(
+    "prompt, limit, ticks, came, forwards, moves",
+    {
+        "while it waits leaves no trace": (3, 5, 0, 0, 0, ""),
+        "between two chunks": (12, 5, 2, 0, 2, "P1 P1 S1"),
+        "while decoding throws away what is in flight": (3, 20, 4, 3, 4, "P1 D1 D1 D1 S1"),
+        "after the last forward but before its token": (3, 2, 2, 1, 2, "P1 D1 S1"),
+    },
+)
+def test_a_cancel(prompt: int, limit: int, ticks: int, came: int, forwards: int, moves: str) -> None:
     simulation = Simulation(prefill_chunk=4)
-    simulation.add(prompt=12)
-    simulation.ticks(2)
-    assert simulation.cancel(1) == Finished(1, "cancel", 0, 2)
+    request = simulation.add(prompt, limit)
+    simulation.ticks(ticks)
+    assert simulation.cancel(1) == Finished(1, "cancel", came, forwards)
     simulation.drain()
-    assert sketch(simulation.frames) == "P1 P1 S1"
-
-
-def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
-    simulation = Simulation()
-    request = simulation.add(max_tokens=20)
-    simulation.ticks(4)
-    assert simulation.cancel(1) == Finished(1, "cancel", 3, 4)
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
-    assert request.indices == [0, 1, 2]
-
-
-def test_cancel_after_the_last_forward_but_before_its_token() -> None:
-    simulation = Simulation()
-    request = simulation.add(max_tokens=2)
-    simulation.ticks(2)
-    assert len(request.tokens) == 1
-    end = simulation.cancel(1)
-    assert end is not None
-    assert end.reason == "cancel"
-    simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 S1"
-    assert request.indices == [0]
+    assert (sketch(simulation.frames), request.indices) == (moves, list(range(came)))
 
 
 def test_cancel_after_the_end_is_nothing() -> None:
-    simulation = Simulation()
-    request = simulation.add(max_tokens=2)
-    simulation.drain()
-    assert simulation.cancel(1) is None
-    assert simulation.cancel(99) is None
+    simulation, request = asked({}, 3, 2)
+    assert simulation.cancel(1) is simulation.cancel(99) is None
     assert [end.reason for end in request.ends] == ["length"]
-
-
-def test_cancelling_one_leaves_the_others_as_they_are() -> None:
-    simulation = Simulation()
-    simulation.add(prompt=1, max_tokens=20)
-    staying = simulation.add(prompt=1, max_tokens=6)
-    simulation.ticks(4)
-    simulation.cancel(1)
-    simulation.drain()
-    check_answer(staying)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------
 
 VERSE = (11, 12, 13, 14, 15, 16, 17, 18)
+NEW = tuple(range(2000, 2200))
+"""Words that no prompt foretells."""
+
+
+def verses(count: int, of: tuple[int, ...] = VERSE) -> tuple[int, ...]:
+    """Verses that end unlike each other."""
+    return tuple(token for verse in range(count) for token in (*of, 50 + verse))
+
+
+class Parrot:
+    """Proposes what it was told, and notes for how many rows it was asked."""
+
+    def __init__(self, says: tuple[int, ...]) -> None:
+        self._says = says
+        self.asked: list[int] = []
+
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
+        self.asked.append(len(rows))
+        return {row: self._says[len(tokens) - 3 :][:limit] for row, tokens in rows.items()}
 
 
 @RUN_AHEAD
 def test_right_drafts_save_forwards(run_ahead: int) -> None:
-    simulation = Simulation(drafts=True, run_ahead=run_ahead)
-    request = simulation.add(VERSE * 3, 64, VERSE * 8)
-    simulation.drain()
+    simulation, request = asked({"drafts": True, "run_ahead": run_ahead}, VERSE * 3, 64, VERSE * 8)
     check_answer(request)
     (end,) = request.ends
     assert end.accepted == end.drafted > 40
     assert end.forwards == simulation.forwards_of(1) == 64 - end.accepted
 
 
+@RUN_AHEAD
+def test_wrong_drafts_cost_few_forwards_and_no_token(run_ahead: int) -> None:
+    _, request = asked({"drafts": True, "run_ahead": run_ahead}, VERSE * 2, 80, verses(20, VERSE[:3]))
+    check_answer(request)
+    (end,) = request.ends
+    assert end.drafted > end.accepted
+    assert end.forwards == 80 - end.accepted
+
+
+@RUN_AHEAD
+def test_an_end_token_among_drafts_is_the_end(run_ahead: int) -> None:
+    song = (*VERSE, EOS, 21, 22)
+    _, request = asked({"drafts": True, "run_ahead": run_ahead}, song * 3, 64, song)
+    check_answer(request)
+    assert request.ends[0].forwards < len(VERSE)
+
+
 @pytest.mark.parametrize("guided", [False, True])
 def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide(guided: bool) -> None:
     """Steps of a row with a grammar never run ahead, and yet are what its drafts have to beat."""
-    says = tuple(token for verse in range(60) for token in (*VERSE, 100 + verse))
+    says = verses(60)
 
     def accepted(*, timed: bool) -> int:
-        simulation = Simulation(drafts=True, slow_when_wide=True, timed=timed)
-        request = simulation.add(VERSE * 3, len(says), says, guide=FakeGuide(says) if guided else None)
-        simulation.drain()
+        set_up = {"drafts": True, "slow_when_wide": True, "timed": timed}
+        _, request = asked(set_up, VERSE * 3, len(says), says, guide=FakeGuide(says) if guided else None)
         check_answer(request)
         return request.ends[0].accepted
 
@@ -584,38 +502,16 @@ def test_other_programs_that_slow_steps_are_no_loss_by_drafts(drafts: bool) -> N
     assert simulation.scheduler.speculation.use.gain == pytest.approx(1.0)
 
 
-@RUN_AHEAD
-def test_wrong_drafts_cost_few_forwards_and_no_token(run_ahead: int) -> None:
-    simulation = Simulation(drafts=True, run_ahead=run_ahead)
-    says = tuple(token for n in range(20) for token in (*VERSE[:3], 50 + n))
-    request = simulation.add(VERSE * 2, 80, says)
-    simulation.drain()
-    check_answer(request)
-    (end,) = request.ends
-    assert end.drafted > end.accepted
-    assert end.forwards == 80 - end.accepted
-
-
-@RUN_AHEAD
-def test_an_end_token_among_drafts_is_the_end(run_ahead: int) -> None:
-    simulation = Simulation(drafts=True, run_ahead=run_ahead)
-    song = (*VERSE, EOS, 21, 22)
-    request = simulation.add(song * 3, 64, song)
-    simulation.drain()
-    check_answer(request)
-    assert request.ends[0].forwards < len(VERSE)
-
-
 @pytest.mark.parametrize("timed", [False, True])
 def test_no_step_has_drafts_of_a_length_without_a_kernel(timed: bool) -> None:
-    says = tuple(token for n in range(40) for token in (*VERSE, 50 + n))
+    says = verses(40)
 
     def lengths(unfused: range) -> set[int]:
-        simulation = Simulation(drafts=True, timed=timed, unfused=unfused)
-        request = simulation.add(VERSE * 3, len(says), says)
-        simulation.drain()
+        simulation, request = asked(
+            {"drafts": True, "timed": timed, "unfused": unfused}, VERSE * 3, len(says), says
+        )
         check_answer(request)
-        return {max(move.widths) - 1 for move in decodes(simulation.frames) if move.widths}
+        return {width - 1 for width in widths(simulation.frames)}
 
     assert lengths(range(0)) & set(range(3, 8))
     found = lengths(range(3, 8))
@@ -625,19 +521,15 @@ def test_no_step_has_drafts_of_a_length_without_a_kernel(timed: bool) -> None:
 
 def test_drafts_never_go_past_the_limit() -> None:
     for limit in range(1, 20):
-        simulation = Simulation(drafts=True)
-        request = simulation.add(VERSE * 3, limit, VERSE * 8)
-        simulation.drain()
+        simulation, request = asked({"drafts": True}, VERSE * 3, limit, VERSE * 8)
         check_answer(request)
-        most = [move.positions[0] + max((1, *move.widths)) for move in decodes(simulation.frames)]
-        assert max(most, default=0) <= len(request.prompt) + limit - 1
+        steps = zip(decodes(simulation.frames), widths(simulation.frames), strict=True)
+        most = max((step.positions[0] + width for step, width in steps), default=0)
+        assert most <= len(request.prompt) + limit - 1
 
 
 def test_rows_with_and_without_drafts_go_together() -> None:
-    simulation = Simulation(drafts=True)
-    simulation.add(VERSE * 3, 40, VERSE * 5)
-    simulation.add(5, 40, tuple(range(2000, 2040)))
-    simulation.drain()
+    simulation, _ = asked({"drafts": True}, VERSE * 3, 40, VERSE * 5, others=[(5, 40, NEW[:40])])
     check_answers(simulation)
     assert any(len(set(move.widths)) > 1 for move in decodes(simulation.frames))
 
@@ -647,21 +539,17 @@ def test_what_only_rank_0_can_choose_is_drafted() -> None:
     scheduler.add(Generate(1, VERSE * 3, 20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
-    step = next_frame(scheduler)
-    assert is_step(step)
+    assert is_step(step := next_frame(scheduler))
     assert (step.agreement, step.tokens[:3]) == ("broadcast", VERSE[:3])
 
 
 @RUN_AHEAD
 @pytest.mark.parametrize("others", [0, 1])
 def test_drafts_of_a_guided_row_end_where_its_grammar_forbids_or_forces(run_ahead: int, others: int) -> None:
-    says = tuple(token for n in range(20) for token in (*VERSE, 50 + n))
-    simulation = Simulation(drafts=True, run_ahead=run_ahead)
+    says = verses(20)
     guide = FakeGuide(says, frozenset(range(12, 160, 9)), ends=150)
-    request = simulation.add(VERSE * 2, 160, says, guide=guide)
-    for _ in range(others):
-        simulation.add(3, 160)
-    simulation.drain()
+    set_up, beside = {"drafts": True, "run_ahead": run_ahead}, [(3, 160)] * others
+    _, request = asked(set_up, VERSE * 2, 160, says, guide=guide, others=beside)
     assert tuple(request.tokens) == says[:150]
     (end,) = request.ends
     assert end.accepted == end.drafted > 30, "wrong ones were not even fed"
@@ -670,39 +558,29 @@ def test_drafts_of_a_guided_row_end_where_its_grammar_forbids_or_forces(run_ahea
 @pytest.mark.parametrize("most", [1, 0])
 def test_drafts_that_a_grammar_refuses_are_soon_left_alone(most: int) -> None:
     """And near the end of its budget there are none, so that none counts as wrong."""
-    says = tuple(range(2000, 2200))
-    drafter = Parrot((7,) * 200)
-    asked: list[int] = []
-    propose = drafter.propose
-    drafter.propose = lambda rows, limit: (asked.append(len(rows)), propose(rows, limit))[1]  # type: ignore[func-returns-value, method-assign]
-    simulation = Simulation(drafts=True, drafter=drafter)
-    request = simulation.add(3, 200, says, guide=(guide := FakeGuide(says)))
+    drafter, guide = Parrot((7,) * 200), FakeGuide(NEW)
     guide.most_drafted = most
-    simulation.drain()
+    _, request = asked({"drafts": True, "drafter": drafter}, 3, 200, NEW, guide=guide)
     check_answer(request)
     assert request.ends[0].drafted == 0
-    assert len(asked) < 40 * most + 1
+    assert len(drafter.asked) < 40 * most + 1
 
 
 @pytest.mark.parametrize(("mode", "first"), [("auto", 1), ("mtp", 1), ("lookup", 0), ("off", 0)])
 def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: int) -> None:
     scheduler = Scheduler(Policy(frozenset(), drafts=mode, mtp=3, prefill_chunk=4))
     scheduler.add(Generate(1, tuple(range(50, 56)), 20))
-    chunk, last = scheduler.next(), scheduler.next()
-    assert reads_prompts(chunk)
-    assert reads_prompts(last)
+    assert reads_prompts(chunk := scheduler.next())
+    assert reads_prompts(last := scheduler.next())
     assert (chunk.drafts, last.drafts) == (0, first)
     scheduler.record(())
     scheduler.record((7,), proposed=[(8,)] if first else ())
-    step = next_frame(scheduler)
-    assert is_step(step)
+    assert is_step(step := next_frame(scheduler))
     assert step.tokens == ((7, 8) if first else ())
     for uid in (2, 3):
         scheduler.add(Generate(uid, (uid, 60), 20))
-    group = scheduler.next()
-    assert reads_prompts(group)
-    assert group.rows == (2, 3)
-    assert group.drafts == first
+    assert reads_prompts(group := scheduler.next())
+    assert (group.rows, group.drafts) == ((2, 3), first)
 
 
 def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
@@ -730,100 +608,58 @@ def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
     assert RESTS in asked
 
 
-class Parrot:
-    """Proposes what it was told."""
-
-    def __init__(self, says: tuple[int, ...]) -> None:
-        self._says = says
-
-    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
-        return {row: self._says[len(tokens) - 3 :][:limit] for row, tokens in rows.items()}
-
-
 @RUN_AHEAD
 def test_a_drafter_proposes_where_nothing_is_found(run_ahead: int) -> None:
-    says = tuple(range(2000, 2040))
-    simulation = Simulation(drafts=True, drafter=Parrot(says), run_ahead=run_ahead)
-    request = simulation.add(3, 40, says)
-    simulation.drain()
+    set_up = {"drafts": True, "drafter": Parrot(NEW), "run_ahead": run_ahead}
+    _, request = asked(set_up, 3, 40, NEW)
     check_answer(request)
     assert request.ends[0].accepted > 20
 
 
 def test_a_drafter_proposes_for_all_rows_together() -> None:
-    says = tuple(range(2000, 2040))
-    drafter = Parrot(says)
-    asked: list[int] = []
-    propose = drafter.propose
-    drafter.propose = lambda rows, limit: (asked.append(len(rows)), propose(rows, limit))[1]  # type: ignore[func-returns-value, method-assign]
-    simulation = Simulation(drafts=True, drafter=drafter)
-    requests = [simulation.add(3, 40, says) for _ in range(6)]
-    simulation.drain()
-    for request in requests:
-        check_answer(request)
-        assert request.ends[0].accepted > 10
-    assert asked.count(6) > len(asked) / 2
+    drafter = Parrot(NEW)
+    simulation, _ = asked({"drafts": True, "drafter": drafter}, 3, 40, NEW, others=[(3, 40, NEW)] * 5)
+    check_answers(simulation)
+    assert all(request.ends[0].accepted > 10 for request in simulation.requests.values())
+    assert drafter.asked.count(6) > len(drafter.asked) / 2
 
 
 def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:
-    says = tuple(range(2000, 2200))
-    simulation = Simulation(drafts=True, drafter=Parrot((7,) * 200))
-    request = simulation.add(3, 200, says)
-    simulation.drain()
+    simulation, request = asked({"drafts": True, "drafter": Parrot((7,) * 200)}, 3, 200, NEW)
     check_answer(request)
     assert request.ends[0].forwards == 200
-    assert len([move for move in decodes(simulation.frames) if max(move.widths, default=0) > 1]) < 30
+    assert sum(width > 1 for width in widths(simulation.frames)) < 30
 
 
 # --- grammars ---------------------------------------------------------------------------------------------
 
-
-@RUN_AHEAD
-def test_forced_tokens_take_no_forward_of_their_own(run_ahead: int) -> None:
-    says = tuple(range(50, 70))
-    simulation = Simulation(run_ahead=run_ahead)
-    guide = FakeGuide(says, frozenset(range(1, 6)) | {8}, ends=20)
-    request = simulation.add(3, 40, says, guide=guide)
-    simulation.drain()
-    assert tuple(request.tokens) == says
-    assert request.ends == [Finished(1, "stop", 20, 20 - 6)]
+WORDS = tuple(range(50, 70))
 
 
-@pytest.mark.parametrize(("run_ahead", "more"), [(0, 0), (1, 3)])
-def test_beside_others_forced_tokens_cost_one_forward_each_time_and_the_end_one(
-    run_ahead: int, more: int
-) -> None:
-    says = tuple(range(50, 70))
-    simulation = Simulation(run_ahead=run_ahead)
-    guide = FakeGuide(says, frozenset(range(3, 8)) | {10}, ends=20)
-    request = simulation.add(3, 40, says, guide=guide)
-    simulation.add(3, 40)
-    simulation.drain()
-    assert tuple(request.tokens) == says
+@pytest.mark.parametrize(("others", "run_ahead", "more"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 3)])
+def test_forwards_that_forced_tokens_cost(others: int, run_ahead: int, more: int) -> None:
+    """None of their own. Running ahead beside others, one each time, and one for the end."""
+    guide = FakeGuide(WORDS, frozenset(range(3, 8)) | {10}, ends=20)
+    _, request = asked({"run_ahead": run_ahead}, 3, 40, WORDS, guide=guide, others=[(3, 40)] * others)
+    assert tuple(request.tokens) == WORDS
     assert request.ends == [Finished(1, "stop", 20, 20 - 6 + more)]
 
 
 def test_a_guided_row_runs_ahead_beside_others_and_chooses_late() -> None:
-    says = tuple(range(50, 70))
     simulation = Simulation()
-    simulation.add(3, 20, says, guide=FakeGuide(says))
+    simulation.add(3, 20, WORDS, guide=FakeGuide(WORDS))
     simulation.add(3, 20)
     for _ in range(5):
         assert simulation.tick() is not None, "no step waits for the tokens of the one before"
     # The second prefill ran while the first one's token was booked.
     assert simulation.late == [False, True, True]
-    simulation.drain()
-    check_answers(simulation)
+    finish(simulation)
 
 
 @pytest.mark.parametrize(("others", "run_ahead"), [(0, 1), (1, 0)])
 def test_alone_or_in_lockstep_no_guided_step_is_late(others: int, run_ahead: int) -> None:
-    simulation = Simulation(run_ahead=run_ahead)
-    says = tuple(range(50, 70))
-    simulation.add(3, 20, says, guide=FakeGuide(says))
-    for _ in range(others):
-        simulation.add(3, 20)
-    simulation.drain()
+    guide = FakeGuide(WORDS)
+    simulation, _ = asked({"run_ahead": run_ahead}, 3, 20, WORDS, guide=guide, others=[(3, 20)] * others)
     assert not any(simulation.late)
 
 
@@ -835,10 +671,8 @@ def test_forced_tokens_make_no_step_wider_than_drafts_may(others: int, widest: i
     for _ in range(others):
         simulation.add(3, 60)
     simulation.add(3, 40, says, guide=FakeGuide(says, frozenset(range(1, 40))))
-    simulation.drain()
-    check_answers(simulation)
-    rows = [move for move in decodes(simulation.frames) if len(move.rows) == others + 1]
-    assert max(max(move.widths, default=1) for move in rows) == widest
+    steps = [move for move in decodes(finish(simulation).frames) if len(move.rows) == others + 1]
+    assert max(max(move.widths, default=1) for move in steps) == widest
 
 
 @pytest.mark.parametrize("run", [10, 30])
@@ -847,65 +681,50 @@ def test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time(run: 
     forced = frozenset(each for each in range(2000) if each % run > 1)
 
     def cost(*, timed: bool) -> int:
-        simulation = Simulation(run_ahead=0, slow_when_wide=True, timed=timed)
-        simulation.add(3, 2000, says, guide=FakeGuide(says, forced))
-        simulation.drain()
-        check_answers(simulation)
-        return sum(max(move.widths, default=1) ** 2 for move in decodes(simulation.frames))
+        set_up = {"run_ahead": 0, "slow_when_wide": True, "timed": timed}
+        simulation, request = asked(set_up, 3, 2000, says, guide=FakeGuide(says, forced))
+        check_answer(request)
+        return sum(width**2 for width in widths(simulation.frames))
 
     assert cost(timed=True) * 1.4 < cost(timed=False)
 
 
 def test_forced_tokens_end_with_the_limit() -> None:
-    says = tuple(range(50, 90))
     for limit in range(1, 12):
-        simulation = Simulation()
-        request = simulation.add(3, limit, says, guide=FakeGuide(says, frozenset(range(2, 9))))
-        simulation.drain()
-        check_answer(request)
+        check_answer(asked({}, 3, limit, WORDS, guide=FakeGuide(WORDS, frozenset(range(2, 9))))[1])
 
 
 def test_a_forced_end_token_is_the_end() -> None:
     says = (50, 51, EOS, 52)
-    simulation = Simulation()
-    request = simulation.add(3, 40, says, guide=FakeGuide(says, frozenset({1, 2, 3})))
-    simulation.drain()
-    check_answer(request)
+    check_answer(asked({}, 3, 40, says, guide=FakeGuide(says, frozenset({1, 2, 3})))[1])
 
 
-@pytest.mark.parametrize("says", [tuple(range(50, 70)), (*range(50, 70), EOS)])
+@pytest.mark.parametrize("says", [WORDS, (*WORDS, EOS)])
 @pytest.mark.parametrize(("cuts", "reason"), [(18, "length"), (21, "stop")])
 def test_an_answer_that_its_guide_cut_ends_for_its_length(
     says: tuple[int, ...], cuts: int, reason: str
 ) -> None:
-    simulation = Simulation()
     ends = -1 if EOS in says else len(says)
-    request = simulation.add(3, 40, says, guide=FakeGuide(says, ends=ends, cuts=cuts))
-    simulation.drain()
-    assert tuple(request.tokens) == tuple(range(50, 70))
+    _, request = asked({}, 3, 40, says, guide=FakeGuide(says, ends=ends, cuts=cuts))
+    assert tuple(request.tokens) == WORDS
     assert [end.reason for end in request.ends] == [reason]
 
 
 def test_a_scored_row_is_forced_nothing() -> None:
-    says = tuple(range(50, 70))
-    simulation = Simulation()
-    request = simulation.add(3, 10, says, guide=FakeGuide(says, frozenset(range(1, 6))), scored=True)
-    simulation.drain()
+    guide = FakeGuide(WORDS, frozenset(range(1, 6)))
+    _, request = asked({}, 3, 10, WORDS, guide=guide, scored=True)
     check_answer(request)
     assert request.ends[0].forwards == 10
 
 
 @RUN_AHEAD
 def test_a_grammar_without_a_way_on_fails_its_request_alone(run_ahead: int) -> None:
-    says = tuple(range(50, 70))
-    simulation = Simulation(run_ahead=run_ahead)
-    failing = simulation.add(3, 20, says, guide=FakeGuide(says, fails=4))
-    other = simulation.add(3, 20)
-    simulation.drain()
+    guide = FakeGuide(WORDS, fails=4)
+    simulation, failing = asked({"run_ahead": run_ahead}, 3, 20, WORDS, guide=guide, others=[(3, 20)])
     assert [failure.code for failure in failing.failures] == [Code.BAD_REQUEST]
     assert failing.indices == list(range(4))  # a token that is refused never leaves
     assert not failing.ends
-    check_answer(other)
+    check_answers(simulation)
     assert reasons(simulation.frames) == ["error", "length"]
 
 
@@ -914,13 +733,9 @@ def test_a_grammar_without_a_way_on_fails_its_request_alone(run_ahead: int) -> N
 
 @RUN_AHEAD
 def test_the_next_turn_takes_over_the_cache_of_the_last(run_ahead: int) -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=512, run_ahead=run_ahead)
-    first = simulation.add(LONG, 5)
-    simulation.drain()
+    simulation, first = asked({"prefixes": True, "prefill_chunk": 512, "run_ahead": run_ahead}, LONG, 5)
     second = simulation.add((*LONG, *first.tokens, 7, 8, 9), 5)
-    simulation.drain()
-    check_answers(simulation)
-    (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
+    (chunk,) = chunks_of(finish(simulation), 2)
     # The last token of an answer was never fed, and the one before may not be known when the last is queued.
     assert (chunk.part.source, chunk.part.take, chunk.offset) == (1, True, len(LONG) + 4 - run_ahead)
     assert second.ends[0].cached == chunk.offset
@@ -930,18 +745,16 @@ def test_the_same_prompt_is_not_computed_twice() -> None:
     simulation = Simulation(prefixes=True, prefill_chunk=512)
     for _ in range(3):
         simulation.add(LONG, 5)
-        simulation.drain()
+        finish(simulation)
     assert [len(chunk.tokens) for chunk in simulation.prefills()] == [200, 1, 1]
-    check_answers(simulation)
 
 
 @RUN_AHEAD
-@pytest.mark.parametrize("together", [0, 4096])
-def test_equal_prompts_at_once_are_computed_once(run_ahead: int, together: int) -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=64, run_ahead=run_ahead, together=together)
-    for _ in range(6):
-        simulation.add(LONG, 5)
-    simulation.drain()
+@pytest.mark.parametrize("how", [{"prefixes": True}, {"prefixes": True, "together": 4096}, {"whole": True}])
+def test_equal_prompts_at_once_are_computed_once(run_ahead: int, how: dict[str, Any]) -> None:
+    simulation, _ = asked(
+        {**how, "prefill_chunk": 64, "run_ahead": run_ahead}, LONG, 5, others=[(LONG, 5)] * 5
+    )
     assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 200 + 5
     check_answers(simulation)
 
@@ -950,47 +763,47 @@ def test_equal_prompts_at_once_are_computed_once(run_ahead: int, together: int) 
 def test_a_prompt_of_another_salt_is_computed_again(together: int) -> None:
     """From no kept cache and no running one, without a wait for the other, and the next turn as usual."""
     simulation = Simulation(prefixes=True, prefill_chunk=256, together=together)
-    for salt in (0, 1, 2):
-        simulation.add((*LONG, 1001), 3, salt=salt)
-    simulation.drain()
-    for salt in (1, 2, 3):
-        simulation.add((*LONG, 1002), 3, salt=salt)
-    simulation.drain()
+    for last, salts in ((1001, (0, 1, 2)), (1002, (1, 2, 3))):
+        for salt in salts:
+            simulation.add((*LONG, last), 3, salt=salt)
+        finish(simulation)
     assert [simulation.requests[n].ends[0].cached for n in range(1, 7)] == [0, 0, 0, 200, 200, 0]
-    check_answers(simulation)
 
 
-def test_a_prompt_does_not_wait_for_one_of_another_salt() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=64)
-    simulation.add((*LONG, 1001), 3, salt=1)
-    simulation.add((*LONG, 1002), 3, salt=2)
+@cases(
+    "prefixes, one, salts",
+    {
+        "another salt": (True, (*LONG, 1001), (1, 2)),
+        "no cache that is kept": (False, (*LONG, 1001), (0, 0)),
+        "a long one that begins alike": (True, (*LONG[:40], *range(5000, 8000)), (0, 0)),
+    },
+)
+def test_a_prompt_does_not_wait_for_one_of(
+    prefixes: bool, one: tuple[int, ...], salts: tuple[int, int]
+) -> None:
+    simulation = Simulation(prefixes=prefixes, prefill_chunk=64)
+    for prompt, salt in zip((one, (*LONG[: 40 if len(one) > 1000 else 200], 1002)), salts, strict=True):
+        simulation.add(prompt, 3, salt=salt)
     simulation.ticks(2)
     assert sketch(simulation.frames) == "P1 P2"
 
 
-def test_where_no_caches_are_kept_each_prompt_is_computed_at_once_and_whole() -> None:
+def test_where_no_caches_are_kept_each_prompt_is_computed_whole() -> None:
     simulation = Simulation(prefill_chunk=64)
     simulation.add((*LONG, 1001), 3)
     simulation.add((*LONG, 1002), 300)
-    simulation.ticks(2)
-    assert sketch(simulation.frames) == "P1 P2"
-    simulation.ticks(20)
+    simulation.ticks(22)
     simulation.add((*LONG, 1003), 3)
-    simulation.drain()
+    finish(simulation)
     assert [simulation.requests[n].ends[0].cached for n in (1, 2, 3)] == [0, 0, 0]
-    check_answers(simulation)
 
 
 def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=64)
-    simulation.add((*LONG, 1001), 3)
-    simulation.add((*LONG, 1002), 3)
-    simulation.add(10, 3)
-    simulation.drain()
+    set_up = {"prefixes": True, "prefill_chunk": 64}
+    simulation, _ = asked(set_up, (*LONG, 1001), 3, others=[((*LONG, 1002), 3), (10, 3)])
     chunks = simulation.prefills()
-    assert [(chunk.request, chunk.offset) for chunk in chunks] == [
-        (1, 0), (3, 0), (1, 64), (1, 128), (1, 192), (2, 200)
-    ]  # fmt: skip
+    found = [(chunk.request, chunk.offset) for chunk in chunks]
+    assert found == [(1, 0), (3, 0), (1, 64), (1, 128), (1, 192), (2, 200)]
     assert chunks[-1].part.source == chunks[0].uid
     check_answers(simulation)
 
@@ -998,32 +811,18 @@ def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
 def test_when_that_is_cancelled_it_starts_from_what_there_is() -> None:
     simulation = Simulation(prefixes=True, prefill_chunk=64)
     simulation.add((*LONG, 1001), 3)
-    waiting = simulation.add((*LONG, 1002), 3)
+    simulation.add((*LONG, 1002), 3)
     simulation.ticks(2)
     simulation.cancel(1)
-    simulation.drain()
-    check_answer(waiting)
-    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [128, 192]
-
-
-def test_a_short_question_does_not_wait_for_a_long_one_that_begins_alike() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=64)
-    simulation.add((*LONG[:40], *range(5000, 8000)), 3)
-    simulation.add((*LONG[:40], 1001), 3)
-    simulation.ticks(2)
-    assert sketch(simulation.frames) == "P1 P2"
+    assert [chunk.offset for chunk in chunks_of(finish(simulation), 2)] == [128, 192]
 
 
 def test_no_row_takes_what_another_begins_from_beside_it() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=256, together=256)
-    simulation.add(LONG, 1)
-    simulation.drain()
+    simulation, _ = asked({"prefixes": True, "prefill_chunk": 256, "together": 256}, LONG, 1)
     simulation.add((*LONG, 7, 8, 9), 3)
     simulation.add((*LONG, 17, 18, 19), 3)
     simulation.frames.clear()
-    simulation.drain()
-    assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 6
-    check_answers(simulation)
+    assert sum(len(chunk.tokens) for chunk in finish(simulation).prefills()) == 6
 
 
 class CountingCache(PrefixCache):
@@ -1050,25 +849,15 @@ def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:
 
 def test_what_was_drafted_wrong_is_not_kept() -> None:
     simulation = Simulation(prefixes=True, drafts=True)
-    says = tuple(token for n in range(10) for token in (*VERSE[:3], 50 + n))
-    request = simulation.add(VERSE * 4, 30, says)
+    request = simulation.add(VERSE * 4, 30, verses(10, VERSE[:3]))
     while not request.ends:
         simulation.tick()
         if len(request.tokens) > 20:
             simulation.cancel(1)
     simulation.drain()
     follower = simulation.add((*request.prompt, *request.tokens, 9), 3)
-    simulation.drain()
-    check_answer(follower)
+    finish(simulation)
     assert follower.ends[0].cached >= len(request.prompt) + 19
-
-
-def test_the_oldest_cache_makes_room_for_a_new_one() -> None:
-    simulation = Simulation(prefixes=True, kv_tokens=512, prefill_chunk=512)
-    for _ in range(4):
-        simulation.add(100, 2)
-        simulation.drain()
-    assert sketch(simulation.frames) == "P1 D1 S1 P2 D2 S2 P3 D3 S3 X1 P4 D4 S4 X2"
 
 
 # --- room -------------------------------------------------------------------------------------------------
@@ -1077,59 +866,28 @@ def test_the_oldest_cache_makes_room_for_a_new_one() -> None:
 def test_what_could_not_run_even_alone_is_refused() -> None:
     simulation = Simulation(kv_tokens=128)
     simulation.add(100, 28)
-    with pytest.raises(MlxtpError, match="100 prompt tokens and 29 new ones") as caught:
+    with refused(MlxtpError, Code.CONTEXT_OVERFLOW, "100 prompt tokens and 29 new ones"):
         simulation.add(100, 29)
-    assert caught.value.code is Code.CONTEXT_OVERFLOW
     del simulation.requests[2]
-    simulation.drain()
-    check_answers(simulation)
-
-
-def test_prompts_that_do_not_fit_beside_each_other_come_one_by_one() -> None:
-    simulation = Simulation(kv_tokens=256, prefill_chunk=32)
-    for _ in range(3):
-        simulation.add(150, 4)
-    simulation.drain()
-    assert [chunk.request for chunk in simulation.prefills()] == [1] * 5 + [2] * 5 + [3] * 5
-    check_answers(simulation)
+    finish(simulation)
 
 
 @RUN_AHEAD
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: bool) -> None:
-    simulation = Simulation(kv_tokens=768, run_ahead=run_ahead, prefixes=prefixes)
-    for _ in range(3):
-        simulation.add(20, 300)
-    simulation.drain()
-    assert "preempt" in reasons(simulation.frames)
-    preempted = [
-        move.uid for move in simulation.frames if isinstance(move, SessionStop) and move.reason == "preempt"
-    ]
+    simulation = played("3x20+300 end", kv_tokens=768, run_ahead=run_ahead, prefixes=prefixes)
+    stops = [move for move in simulation.frames if isinstance(move, SessionStop)]
+    preempted = [move.uid for move in stops if move.reason == "preempt"]
+    assert preempted
     assert 1 not in preempted, "the oldest is never taken out"
-    check_answers(simulation)
     for uid, request in simulation.requests.items():
         assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
 def test_a_prompt_under_way_makes_room_too() -> None:
-    simulation = Simulation(kv_tokens=640, prefill_chunk=1)
-    simulation.add(100, 300)
-    simulation.ticks(150)
-    simulation.add(180, 5)
-    simulation.drain()
+    simulation = played("100+300 t150 180+5 end", kv_tokens=640, prefill_chunk=1)
     (first, *_) = [move for move in simulation.frames if isinstance(move, SessionStop)]
     assert (first.uid, first.reason) == (2, "preempt")
-    check_answers(simulation)
-
-
-@pytest.mark.parametrize(("kv_tokens", "expected"), [(448, "P1 P2 D12 "), (447, "P1 D1 D1 ")])
-def test_each_row_needs_room_for_its_own_length(kv_tokens: int, expected: str) -> None:
-    simulation = Simulation(kv_tokens=kv_tokens, prefill_chunk=512)
-    simulation.add(257, 10)  # room for 352 with a wide step
-    simulation.add(20, 10)  # room for 96
-    simulation.drain()
-    assert sketch(simulation.frames).startswith(expected)
-    check_answers(simulation)
 
 
 @RUN_AHEAD
@@ -1138,13 +896,9 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
     run_ahead: int, *, drafts: bool
 ) -> None:
     """In arrays of the longest for all, no more than three would fit. Short prompts join at once."""
-    simulation = Simulation(
-        kv_tokens=1480, run_ahead=run_ahead, drafts=drafts, together=64, prefill_chunk=512, chunk_beside=256
-    )
-    simulation.add(350, 90)
-    for prompt in ((*range(20), *range(20)), 5, 12, 20, 30):
-        simulation.add(prompt, 80)
-    simulation.drain()
+    room = {"kv_tokens": 1480, "together": 64, "prefill_chunk": 512, "chunk_beside": 256}
+    others = [(prompt, 80) for prompt in ((*range(20), *range(20)), 5, 12, 20, 30)]
+    simulation, _ = asked({**room, "run_ahead": run_ahead, "drafts": drafts}, 350, 90, others=others)
     check_answers(simulation)
     assert "preempt" not in reasons(simulation.frames)
     assert max(len(step.rows) for step in decodes(simulation.frames)) == 6
@@ -1152,22 +906,15 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
 
 
 def test_room_is_made_before_it_is_used() -> None:
-    simulation = Simulation(kv_tokens=512, prefill_chunk=512, prefixes=True)
-    simulation.add(250, 1)
-    simulation.drain()
-    simulation.add(60, 200)
-    simulation.drain()
+    simulation = played("250+1 end 60+200 end", kv_tokens=512, prefill_chunk=512, prefixes=True)
     (at,) = [index for index, move in enumerate(simulation.frames) if move == Evict((1,))]
-    then = simulation.frames[at + 1]
-    assert is_step(then)
+    assert is_step(then := simulation.frames[at + 1])
     assert then.positions == (193,), "with room for a wide step the next size is 384, beside 250"
 
 
 def test_what_is_kept_takes_the_room_of_the_row_that_left() -> None:
-    simulation = Simulation(kv_tokens=352 + 3 * 288, prefill_chunk=512, prefixes=True)
-    simulation.add(257, 60)  # room for 352
-    for max_tokens in (12, 40, 40):
-        simulation.add(190, max_tokens)  # room for 288
+    # Room for 352 and three times 288.
+    simulation = played("257+60 190+12 2x190+40", kv_tokens=352 + 3 * 288, prefill_chunk=512, prefixes=True)
     while not isinstance(move := simulation.tick(), SessionStop):
         assert move is not None
     assert (move.uid, move.keep) == (2, 200)
@@ -1176,20 +923,15 @@ def test_what_is_kept_takes_the_room_of_the_row_that_left() -> None:
     simulation.tick()
     assert sorted(simulation.ranks.slots) == slots
     assert simulation.ranks.occupied() == 288 + 288 + 352 + 224
-    simulation.drain()
-    check_answers(simulation)
+    finish(simulation)
 
 
 @pytest.mark.parametrize("first", [20, 21, 22])
 def test_a_preempted_request_keeps_its_grammar(first: int) -> None:
-    simulation = Simulation(kv_tokens=512)
-    says = tuple(range(2000, 2300))
-    simulation.add(20, 250)
-    guide = FakeGuide(says, frozenset(range(first, 300, 3)))
-    simulation.add(20, 250, says, guide=guide)
-    simulation.drain()
-    assert "preempt" in reasons(simulation.frames)
-    check_answers(simulation)
+    guide = FakeGuide(range(2000, 2300), frozenset(range(first, 300, 3)))
+    simulation = played("20+250", kv_tokens=512)
+    simulation.add(20, 250, tuple(range(2000, 2300)), guide=guide)
+    assert "preempt" in reasons(finish(simulation).frames)
     assert guide.accepted == 250
 
 
@@ -1197,8 +939,7 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
     says = tuple(range(2000, 2300))
 
     def crowded(guide: FakeGuide) -> Simulation:
-        simulation = Simulation(kv_tokens=512)
-        simulation.add(20, 250)
+        simulation = played("20+250", kv_tokens=512)
         simulation.add(20, 250, says, guide=guide)
         return simulation
 
@@ -1210,10 +951,8 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
 
     second = FakeGuide(says, frozenset(range(21, 300, 3)))
     second.stuck_at = first.accepted  # nothing but the token that was to be forced there is known to fit
-    simulation = crowded(second)
-    simulation.drain()
-    staying, failing = simulation.requests.values()
-    check_answer(staying)
+    simulation = finish(crowded(second))
+    failing = simulation.requests[2]
     assert [failure.detail for failure in failing.failures] == ["no way on"]
     assert failing.ends == []
     assert reasons(simulation.frames) == ["error", "length"]
@@ -1224,13 +963,10 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
 
 def crowded_by_four(kv_tokens: int, *, prefixes: bool = False, run_ahead: int = 1) -> Simulation:
     """Four requests run. They have room for 128 tokens each, and will have 192 in the end."""
-    simulation = Simulation(
-        kv_tokens=kv_tokens, run_ahead=run_ahead, prefixes=prefixes, prefill_chunk=512, together=512
-    )
-    for _ in range(4):
-        simulation.add(80, 100)
-    simulation.ticks(30)
+    room = {"kv_tokens": kv_tokens, "prefixes": prefixes, "prefill_chunk": 512, "together": 512}
+    simulation = played("4x80+100 t30", run_ahead=run_ahead, **room)
     assert len(simulation.ranks.rows) == 4
+    simulation.frames.clear()
     return simulation
 
 
@@ -1238,11 +974,9 @@ def crowded_by_four(kv_tokens: int, *, prefixes: bool = False, run_ahead: int = 
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, *, prefixes: bool) -> None:
     simulation = crowded_by_four(1024, prefixes=prefixes, run_ahead=run_ahead)
-    before = len(simulation.frames)
     simulation.resize(400)
-    assert sketch(simulation.frames[before:]) == "S4 S3 T"
-    simulation.drain()
-    check_answers(simulation)
+    assert sketch(simulation.frames) == "S4 S3 T"
+    finish(simulation)
 
 
 def test_more_room_takes_effect_at_once() -> None:
@@ -1250,29 +984,21 @@ def test_more_room_takes_effect_at_once() -> None:
     simulation.resize(400)
     simulation.ticks(20)
     assert simulation.ranks.rows == [1, 2]
-    before = len(simulation.frames)
+    simulation.frames.clear()
     simulation.resize(2048)
-    assert simulation.frames[before:] == []
+    assert simulation.frames == []
     simulation.ticks(3)
     assert len(simulation.ranks.rows) == 4
-    simulation.drain()
-    check_answers(simulation)
+    finish(simulation)
 
 
 def test_kept_caches_give_way_before_a_sequence_does() -> None:
-    simulation = Simulation(kv_tokens=1024, prefixes=True, prefill_chunk=512)
-    for _ in range(3):
-        simulation.add(100, 2)
-        simulation.drain()
-    simulation.add(20, 200)
-    simulation.ticks(10)
-    before = len(simulation.frames)
+    course = "100+2 end 100+2 end 100+2 end 20+200 t10 |"
+    simulation = played(course, kv_tokens=1024, prefixes=True, prefill_chunk=512)
     simulation.resize(512)
-    assert sketch(simulation.frames[before:]) == "X1 T", "no more than half of the room may be kept caches"
+    assert sketch(simulation.frames) == "X1 T", "no more than half of the room may be kept caches"
     simulation.resize(256)
-    simulation.drain()
-    assert "preempt" not in reasons(simulation.frames)
-    check_answers(simulation)
+    assert "preempt" not in reasons(finish(simulation).frames)
 
 
 def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
@@ -1282,9 +1008,8 @@ def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
     for request in simulation.requests.values():
         (failure,) = request.failures
         assert failure.code is Code.CONTEXT_OVERFLOW
-        assert "80 prompt tokens and" in failure.detail
-        assert "of 100 new ones outgrow the KV cache" in failure.detail
-        assert "has room for 128" in failure.detail
+        for words in ("80 prompt tokens and", "of 100 new ones outgrow the KV cache", "has room for 128"):
+            assert words in failure.detail
         assert 40 > 128 - 80 - len(request.tokens) > 0, "it went on as long as there was room"
     with pytest.raises(MlxtpError, match=r"room for 192 in the KV cache; .* has room for 128"):
         simulation.add(80, 100)
@@ -1292,85 +1017,58 @@ def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
 
 def test_a_sequence_without_room_fails_at_once() -> None:
     simulation = crowded_by_four(1024)
-    before = len(simulation.frames)
     simulation.resize(96)
-    assert sketch(simulation.frames[before:]) == "S1 S2 S3 S4 T"
+    assert sketch(simulation.frames) == "S1 S2 S3 S4 T"
     assert reasons(simulation.frames) == ["error"] * 4
 
 
 def test_prompts_under_way_make_room_too() -> None:
-    simulation = Simulation(kv_tokens=4096, prefill_chunk=16)
-    for _ in range(3):
-        simulation.add(250, 5)
-    simulation.ticks(5)
+    simulation = played("3x250+5 t5", kv_tokens=4096, prefill_chunk=16)
     assert len(simulation.ranks.prefilling) == 3
     simulation.resize(400)
     assert list(simulation.ranks.prefilling) == [1]
-    simulation.drain()
-    check_answers(simulation)
+    finish(simulation)
 
 
 # --- KV caches that cannot be cut -------------------------------------------------------------------------
 
 
+def places_read(simulation: Simulation, request: int) -> list[tuple[int, bool]]:
+    """Where each chunk of a prompt begins, and whether a copy of its cache is kept."""
+    return [(chunk.offset, chunk.part.save > 0) for chunk in chunks_of(simulation, request)]
+
+
 @RUN_AHEAD
 @pytest.mark.parametrize("says", [(), (5, 6, EOS)])
 def test_the_next_turn_starts_from_the_end_of_the_last(run_ahead: int, says: tuple[int, ...]) -> None:
-    simulation = Simulation(whole=True, prefill_chunk=512, run_ahead=run_ahead)
-    first = simulation.add(LONG, 40, (*range(2, 42), *says))
-    simulation.drain()
+    set_up = {"whole": True, "prefill_chunk": 512, "run_ahead": run_ahead}
+    simulation, first = asked(set_up, LONG, 40, (*range(2, 42), *says))
     second = simulation.add((*LONG, *first.tokens, 7, 8, 9), 5)
-    simulation.drain()
-    check_answers(simulation)
-    (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
+    (chunk,) = chunks_of(finish(simulation), 2)
     # All but its last token, which was never fed.
     assert (chunk.part.source, chunk.part.take, chunk.offset) == (1, False, len(LONG) + 39)
     assert second.ends[0].cached == chunk.offset
 
 
 def test_an_answer_that_is_rendered_otherwise_leaves_what_is_before_it() -> None:
-    simulation = Simulation(whole=True, prefill_chunk=512)
-    simulation.add(LONG, 40, places=(120, 195))
-    simulation.drain()
-    assert [(chunk.offset, len(chunk.tokens)) for chunk in simulation.prefills()] == [
-        (0, 120),
-        (120, 75),
-        (195, 5),
-    ]
+    simulation, _ = asked({"whole": True, "prefill_chunk": 512}, LONG, 40, places=(120, 195))
+    assert places_read(simulation, 1) == [(0, True), (120, True), (195, False)]
     for prompt, cached in (((*LONG[:198], 1, 2), 195), ((*LONG[:190], 1), 120), (LONG[:120], 0), (LONG, 195)):
         request = simulation.add(prompt, 2)
-        simulation.drain()
+        finish(simulation)
         assert request.ends[0].cached == cached
-    check_answers(simulation)
-
-
-@RUN_AHEAD
-def test_equal_prompts_at_once_are_computed_once_though_none_can_be_cut(run_ahead: int) -> None:
-    simulation = Simulation(whole=True, prefill_chunk=64, run_ahead=run_ahead)
-    for _ in range(6):
-        simulation.add(LONG, 5)
-    simulation.drain()
-    assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 200 + 5
-    check_answers(simulation)
 
 
 @pytest.mark.parametrize(("ticks", "kept"), [(90, 124), (91, 0)])
 def test_a_cancelled_answer_keeps_no_cache_that_would_have_to_be_cut(ticks: int, kept: int) -> None:
     """In a pipeline a row may have two steps in flight. What the second one is fed is not known yet."""
-    simulation = Simulation(whole=True, stages=2)
-    simulation.add(80, 120)
-    simulation.ticks(ticks)
-    simulation.cancel(1)
-    simulation.drain()
+    simulation = played(f"80+120 t{ticks} c1 end", whole=True, stages=2)
     assert [move.keep for move in simulation.frames if isinstance(move, SessionStop)] == [kept]
 
 
-def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_that_would_have_to_be_cut() -> (
-    None
-):
+def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_that_would_be_cut() -> None:
     """Its next step is in flight by then."""
-    simulation = Simulation(whole=True, rolls_back=True)
-    simulation.add(60, 100)
+    simulation = played("60+100", whole=True, rolls_back=True)
     guide = FakeGuide((7,) * 100, frozenset(range(40, 50)), fails=44)
     simulation.add(60, 100, (7,) * 100, guide=guide)
     simulation.drain()
@@ -1378,27 +1076,20 @@ def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_tha
 
 
 def test_places_that_save_little_are_left_out() -> None:
-    simulation = Simulation(whole=True, prefill_chunk=512)
-    simulation.add(LONG, 40, places=(20, 51))
-    simulation.drain()
+    simulation, _ = asked({"whole": True, "prefill_chunk": 512}, LONG, 40, places=(20, 51))
     simulation.add((*LONG, *range(2, 20)), 40, places=(190, 210))
     simulation.drain()
-    assert [(chunk.offset, chunk.part.save > 0) for chunk in simulation.prefills()] == [
-        (0, True), (51, True), (199, False), (199, False)
-    ]  # fmt: skip
+    assert places_read(simulation, 1) == [(0, True), (51, True), (199, False)]
+    assert places_read(simulation, 2) == [(199, False)]
 
 
 def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -> None:
-    simulation = Simulation(whole=True, row_tokens=100, kv_tokens=1000, prefill_chunk=512)
-    first = simulation.add(LONG, 40, places=(195,))
-    simulation.drain()
+    room = {"row_tokens": 100, "kv_tokens": 1000, "prefill_chunk": 512}
+    simulation, first = asked({"whole": True, **room}, LONG, 40, places=(195,))
     simulation.add((*LONG, *first.tokens, *range(3000, 3100)), 5, places=(300,))
-    simulation.drain()
-    check_answers(simulation)
-    chunks = [chunk for chunk in simulation.prefills() if chunk.request == 2]
-    assert [(chunk.offset, chunk.part.take, chunk.part.save > 0) for chunk in chunks] == [
-        (239, True, True), (300, False, True), (339, False, False)
-    ]  # fmt: skip
+    finish(simulation)
+    assert places_read(simulation, 2) == [(239, True), (300, True), (339, False)]
+    assert [chunk.part.take for chunk in chunks_of(simulation, 2)] == [True, False, False]
 
 
 @RUN_AHEAD
@@ -1408,22 +1099,19 @@ def test_the_turns_of_a_conversation_hold_its_tokens_once(run_ahead: int) -> Non
     prompt = tuple(range(30_000))
     for turn in range(1, 3):
         request = simulation.add(prompt, 100, places=(len(prompt) - 100, len(prompt) - 5))
-        simulation.drain()
+        finish(simulation)
         assert len(simulation.ranks.kept) == 3 * turn
         assert simulation.ranks.occupied() == capacity(len(prompt) + 99) + 3 * turn * 10
         assert request.ends[0].cached == (len(prompt) - 151 if turn > 1 else 0)
         prompt = (*prompt, *request.tokens, *range(2, 152))
-    check_answers(simulation)
 
 
 def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_before() -> None:
     simulation = Simulation(whole=True, kv_tokens=640, prefill_chunk=512)
     for _ in range(2):
         simulation.add(100, 150, tuple(range(2, 200)), places=(90,))
-    simulation.drain()
-    check_answers(simulation)
-    assert reasons(simulation.frames)[0] == "preempt"
-    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [0, 90, 0, 90]
+    assert reasons(finish(simulation).frames)[0] == "preempt"
+    assert [chunk.offset for chunk in chunks_of(simulation, 2)] == [0, 90, 0, 90]
 
 
 # --- disk --------------------------------------------------------------------------------------------------
@@ -1436,7 +1124,7 @@ class Steady(Random):
         return 0.5
 
 
-def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
+def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> tuple[Simulation, Disk]:
     """A simulation whose disk has these prompts, LONG by default, with requests that wait for the disk."""
     disk = Disk(Steady())
     before = Simulation(prefixes=True, disk=disk)
@@ -1447,7 +1135,7 @@ def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
         after.add((*prompt, 1, 2, 3), 4)
     after.ticks(2 + len(prompts))
     assert len(after.ranks.fetches) == min(len(after.requests), MAX_FETCHES)
-    return after
+    return after, disk
 
 
 def fetched(simulation: Simulation, uid: int = 0) -> None:
@@ -1458,29 +1146,21 @@ def fetched(simulation: Simulation, uid: int = 0) -> None:
         simulation.ticks(1)
 
 
-def finished(simulation: Simulation) -> None:
-    """No cache is left that the index does not know, which `drain` checks."""
+def finished(simulation: Simulation) -> list[int]:
+    """Where chunks began. No cache is left that the index does not know, which `drain` checks."""
     while simulation.ranks.fetches:
         fetched(simulation)
-    simulation.drain()
+    return [chunk.offset for chunk in finish(simulation).prefills()]
 
 
-def test_a_prompt_that_is_on_disk_is_not_computed_again() -> None:
-    simulation = after_a_restart()
-    fetched(simulation)
-    finished(simulation)
-    check_answers(simulation)
-    assert [(chunk.offset, chunk.cached) for chunk in simulation.prefills()] == [(200, 200)]
-
-
-def test_others_run_while_the_disk_is_read() -> None:
-    simulation = after_a_restart()
+def test_a_prompt_that_is_on_disk_is_not_computed_again_and_others_run_while_it_is_read() -> None:
+    simulation, _ = after_a_restart()
     other = simulation.add(3, 4)
     simulation.ticks(20)
     assert other.ends
     assert simulation.ranks.fetches
     finished(simulation)
-    check_answers(simulation)
+    assert [(chunk.offset, chunk.cached) for chunk in chunks_of(simulation, 1)] == [(200, 200)]
 
 
 def test_blocks_go_to_a_disk_that_lags_behind_though_the_next_turn_takes_over_their_cache() -> None:
@@ -1500,55 +1180,46 @@ def test_blocks_go_to_a_disk_that_lags_behind_though_the_next_turn_takes_over_th
 
 def test_a_crowd_that_comes_back_is_not_computed_again() -> None:
     prompts = [tuple(range(1000 * number, 1000 * number + 200)) for number in range(1, 7)]
-    simulation = after_a_restart(*prompts)
+    simulation, _ = after_a_restart(*prompts)
     while simulation.ranks.fetches:
         fetched(simulation)
         simulation.ticks(9)
-    finished(simulation)
-    check_answers(simulation)
-    assert {chunk.offset for chunk in simulation.prefills()} == {200}
+    assert set(finished(simulation)) == {200}
 
 
 @pytest.mark.parametrize("arrived", [False, True])
 def test_cancel_while_the_disk_is_read_leaves_no_trace(*, arrived: bool) -> None:
-    simulation = after_a_restart()
+    simulation, _ = after_a_restart()
     if arrived:
         fetched(simulation)
     simulation.cancel(1)
-    finished(simulation)
-    assert simulation.prefills() == []
+    assert finished(simulation) == []
     assert simulation.ranks.kept == {}
 
 
 def test_a_block_that_one_rank_has_not_got_ends_the_beginning_and_is_deleted() -> None:
-    simulation = after_a_restart()
+    simulation, disk = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
-    disk = simulation.disk
-    assert disk is not None
     lost = {digests_in(fetch.digests)[at] for at in (2, 5)}
     disk.elsewhere -= lost
     fetched(simulation)
-    finished(simulation)
-    assert [chunk.offset for chunk in simulation.prefills()] == [16]
+    assert finished(simulation) == [16]
     assert all(disk.has(digest) for digest in digests_in(fetch.digests)), "computed and written again"
     assert lost <= disk.elsewhere
 
 
 def test_a_rank_that_does_not_reply_costs_no_block() -> None:
-    simulation = after_a_restart()
+    simulation, disk = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
-    assert simulation.disk is not None
-    written = len(simulation.disk.blocks)
+    written = len(disk.blocks)
     simulation.fetched(fetch.uid, 0, late=True)
     simulation.ticks(1)
-    finished(simulation)
-    check_answers(simulation)
-    assert simulation.prefills()[0].offset == 0
-    assert len(simulation.disk.blocks) >= written
+    assert finished(simulation)[0] == 0
+    assert len(disk.blocks) >= written
 
 
 def test_nothing_is_fetched_while_a_rank_s_disk_hangs() -> None:
-    simulation = after_a_restart()
+    simulation, _ = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
     index = simulation.scheduler.disk
     index.expect(fetch.uid, 0.0)
@@ -1560,67 +1231,52 @@ def test_nothing_is_fetched_while_a_rank_s_disk_hangs() -> None:
 
 
 def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
-    simulation = after_a_restart()
+    simulation, disk = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
-    assert simulation.disk is not None
-    simulation.disk.elsewhere.discard(digests_in(fetch.digests)[2])
+    disk.elsewhere.discard(digests_in(fetch.digests)[2])
     other = simulation.add((*LONG[:150], 7), 1)
     while not other.ends:
         if len(simulation.ranks.fetches) > 1:
             fetched(simulation, max(simulation.ranks.fetches))
         simulation.ticks(1)
-    simulation.disk.elsewhere.discard(digests_in(fetch.digests)[2])
+    disk.elsewhere.discard(digests_in(fetch.digests)[2])
     simulation.resize(440)  # not for both caches and the prompt
     fetched(simulation)
-    finished(simulation)
-    check_answers(simulation)
-    assert simulation.prefills()[-1].offset == 150
+    assert finished(simulation)[-1] == 150
 
 
 def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_end() -> None:
     """Tokens of one row cannot be taken out of mlx-lm's own batched caches."""
-    simulation = Simulation(prefixes=True, rolls_back=False, prefill_chunk=100, disk=Disk(Steady()))
-    request = simulation.add(LONG, 20)
-    simulation.drain()
+    disk = Disk(Steady())
+    _, request = asked({"prefixes": True, "rolls_back": False, "prefill_chunk": 100, "disk": disk}, LONG, 20)
     check_answer(request)
-    assert simulation.disk is not None
-    assert len(simulation.disk.blocks) == (len(LONG) + 19) // 8
+    assert len(disk.blocks) == (len(LONG) + 19) // 8
 
 
 def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:
-    simulation = after_a_restart(kv_tokens=600, run_ahead=0)
-    assert simulation.disk is not None
-    simulation.disk.room_bytes = 0  # a block on its way there would hide a rest
+    simulation, disk = after_a_restart(kv_tokens=600, run_ahead=0)
+    disk.room_bytes = 0  # a block on its way there would hide a rest
     grows = simulation.add(40, 450, ignore_eos=True)
     while not grows.ends:
         assert simulation.tick() is not None, "the loop rests while a row runs"
     finished(simulation)
-    check_answers(simulation)
-    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == grows.uid] == [0]
+    assert [chunk.offset for chunk in chunks_of(simulation, grows.uid)] == [0]
 
 
 def test_less_room_takes_it_from_what_is_fetched() -> None:
-    simulation = after_a_restart(LONG, LONG[::-1])
+    simulation, _ = after_a_restart(LONG, LONG[::-1])
     simulation.resize(300)
-    while simulation.ranks.fetches:
-        fetched(simulation)
     finished(simulation)
-    check_answers(simulation)
 
 
-def test_a_disk_that_has_failed_is_not_waited_for() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=50, disk=(disk := Disk(Steady())))
-    simulation.add(LONG, 4)
-    simulation.ticks(2)
-    assert simulation.scheduler.disk.spills
-    disk.room_bytes = 0
-    assert not simulation.scheduler.disk.spills
-
-
-def test_nothing_is_lined_up_for_a_disk_that_has_failed() -> None:
-    simulation = Simulation(prefixes=True, disk=(disk := Disk(Steady())))
-    disk.room_bytes = 0
-    simulation.add(LONG, 4)
+def test_a_disk_that_has_failed_is_not_waited_for_and_nothing_is_lined_up_for_it() -> None:
+    for ticks in (2, 0):
+        simulation = Simulation(prefixes=True, prefill_chunk=50, disk=(disk := Disk(Steady())))
+        simulation.add(LONG, 4)
+        simulation.ticks(ticks)
+        assert simulation.scheduler.disk.spills == (ticks > 0)
+        disk.room_bytes = 0
+        assert not simulation.scheduler.disk.spills
     simulation.drain()
     disk.room_bytes = 1
     assert not simulation.scheduler.disk.spills
@@ -1718,9 +1374,9 @@ rooms = (128, 256, 384, 512, 768, 1024)
 resizes = st.tuples(st.just("resize"), st.sampled_from(rooms))
 
 Course = list[tuple[Any, ...]]
-PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0,
-         "rolls_back": True, "drafts": False, "prefixes": False, "whole": False,
-         "kv_tokens": 1 << 40}  # fmt: skip
+NEITHER = dict.fromkeys(("drafts", "prefixes", "whole"), False)
+PLAIN = {**NEITHER, "rolls_back": True, "max_rows": 2, "run_ahead": 1, "together": 0, "kv_tokens": 1 << 40}
+PLAIN |= {"prefill_chunk": 3, "chunk_beside": 3}
 STORM: Course = [
     ("add", 7, 9, (4, EOS), None, False, False),
     ("add", 1, 1, (), None, False, True),
@@ -1747,16 +1403,9 @@ def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Si
                 guide = None if forced is None else FakeGuide(words, forced)
                 length = prompt if isinstance(prompt, int) else len(prompt)
                 places = tuple(place for place in (length // 2, length - 3) if place > 0)
+                wants = {"guide": guide, "ignore_eos": ignore_eos, "scored": scored, "places": places}
                 try:
-                    simulation.add(
-                        prompt,
-                        max_tokens,
-                        says,
-                        guide=guide,
-                        ignore_eos=ignore_eos,
-                        scored=scored,
-                        places=places,
-                    )
+                    simulation.add(prompt, max_tokens, says, **wants)
                 except MlxtpError:
                     if simulation.ranks.kv_tokens >= set_up["kv_tokens"]:
                         raise
@@ -1771,9 +1420,10 @@ def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Si
     return simulation
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(set_ups, courses)
 @example(PLAIN, STORM)
+@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
 @example({**PLAIN, "prefixes": True, "kv_tokens": 768, "drafts": True, "max_rows": 5}, ALIKE)
 @example(
     {**PLAIN, "prefill_chunk": 27, "chunk_beside": 27, "max_rows": 3, "whole": True, "kv_tokens": 768}, ROOMY
@@ -1782,14 +1432,35 @@ def test_every_request_gets_its_own_answer_and_ends_exactly_once(
     set_up: dict[str, Any], course: Course
 ) -> None:
     simulation = play(set_up, course)
+    check_answers(simulation)
+    check_pauses(simulation, set_up)
     for uid, request in simulation.requests.items():
         assert request.ends[0].forwards == simulation.forwards_of(uid)
         if request.cancelled:
             assert [end.reason for end in request.ends] == ["cancel"]
             assert request.indices == list(range(len(request.tokens)))
             assert tuple(request.tokens) == request.expected[0][: len(request.tokens)]
-        else:
-            check_answer(request)
+
+
+def check_pauses(simulation: Simulation, set_up: Mapping[str, int]) -> None:
+    """A step waits for a small chunk at most."""
+    most = min(set_up["chunk_beside"], set_up["prefill_chunk"])
+    running: set[int] = set()
+    since_decode = 0
+    for move in simulation.frames:
+        match move:
+            case Forward() if move.prompts:
+                tokens = len(move.tokens)
+                assert tokens <= set_up["prefill_chunk"]
+                since_decode = since_decode + tokens if running else 0
+                assert since_decode <= most
+                running |= set() if move.unfinished else set(move.rows)
+            case Forward():
+                since_decode = 0
+                assert len(move.rows) <= set_up["max_rows"]
+                assert set(move.rows) == running, "no running row is left out"
+            case SessionStop():
+                running.discard(move.uid)
 
 
 crowded_prompts = st.one_of(
@@ -1813,20 +1484,18 @@ tight = st.fixed_dictionaries(
         "prefixes": st.booleans(),
         "whole": st.booleans(),
         "kv_tokens": st.sampled_from((384, 512, 600, 768, 900)),
+        "row_tokens": st.sampled_from((0, 40)),
     }
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tight, crowds)
 def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
     set_up: dict[str, Any], course: Course
 ) -> None:
-    """The room itself is checked at every forward."""
-    simulation = play(set_up, course)
-    for request in simulation.requests.values():
-        if not request.cancelled:
-            check_answer(request)
+    """The room itself is checked at every forward. What does not grow counts for every sequence and copy."""
+    check_answers(play({**set_up, "kv_tokens": set_up["kv_tokens"] + set_up["row_tokens"]}, course))
 
 
 @pytest.mark.parametrize("rolls_back", [True, False])
@@ -1853,10 +1522,7 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, rolls_back:
             simulation.ticks(random.randint(0, 60))
             if random.random() < 0.2:
                 simulation.cancel(random.randint(1, len(simulation.requests)))
-        simulation.drain()
-        for request in simulation.requests.values():
-            if not request.cancelled:
-                check_answer(request)
+        finish(simulation)
         lanes.add(simulation.ranks.most_lanes)
         steps = [set(move.rows) for move in decodes(simulation.frames)]
         overlapped += sum(not one & other for one, other in pairwise(steps))
@@ -1867,18 +1533,24 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, rolls_back:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_rows_of_mlx_lms_batches_are_arranged_by_lanes_alone(stages: int) -> None:
     simulation = Simulation(stages=stages, rolls_back=False)
-    arranged, make = list[DecodeFrame](), simulation.ranks.make
-
-    def note(move: DecodeFrame, *known: Any) -> Any:
-        if isinstance(move, Arrange):
-            arranged.append(move)
-        return make(move, *known)
-
-    simulation.ranks.make = note  # type: ignore[method-assign]
+    arranged = layouts_of(simulation)
     for _ in range(2):
         simulation.add(5, 8)
     simulation.drain()
     assert bool(arranged) == (stages > 1)
+
+
+def layouts_of(simulation: Simulation) -> list[tuple[int, ...]]:
+    """Collect the rooms of each layout from now on."""
+    layouts, make = list[tuple[int, ...]](), simulation.ranks.make
+
+    def note(move: DecodeFrame, *known: Any) -> Any:
+        if isinstance(move, Arrange):
+            layouts.append(move.rooms)
+        return make(move, *known)
+
+    simulation.ranks.make = note  # type: ignore[method-assign]
+    return layouts
 
 
 def test_lanes_have_as_many_rows_give_or_take_one() -> None:
@@ -1916,8 +1588,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
             length = random.choice((random.randint(5, 60), random.randint(400, 900)))
             simulation.add(length, random.randint(1, 200))
             simulation.ticks(random.randint(0, 40))
-        simulation.drain()
-        check_answers(simulation)
+        finish(simulation)
         buckets.add(simulation.ranks.most_buckets)
         preempted += reasons(simulation.frames).count("preempt")
     assert buckets >= {2, 3}
@@ -1927,14 +1598,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
 def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() -> None:
     """Two or three beside it are where a forward of its own begins to pay."""
     simulation = Simulation(forward_tokens=9000, run_ahead=0)
-    layouts, make = list[tuple[int, ...]](), simulation.ranks.make
-
-    def note(move: DecodeFrame, *known: Any) -> Any:
-        if isinstance(move, Arrange):
-            layouts.append(move.rooms)
-        return make(move, *known)
-
-    simulation.ranks.make = note  # type: ignore[method-assign]
+    layouts = layouts_of(simulation)
     simulation.add(6000, 1000, ignore_eos=True)
     for _ in range(40):
         simulation.add(200, 20, ignore_eos=True)
@@ -1944,24 +1608,14 @@ def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() 
     assert sorted(layouts[-1]) == [384, 384, 8192]
 
 
-@settings(max_examples=50, deadline=None)
-@given(tight, crowds)
-def test_what_does_not_grow_counts_for_every_sequence_and_copy(
-    set_up: dict[str, Any], course: Course
-) -> None:
-    simulation = play({**set_up, "row_tokens": 40, "kv_tokens": set_up["kv_tokens"] + 40}, course)
-    for request in simulation.requests.values():
-        if not request.cancelled:
-            check_answer(request)
-
-
 @settings(max_examples=120, deadline=None)
 @given(tight, st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes, resizes)))
 def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fails(
     set_up: dict[str, Any], course: Course
 ) -> None:
     """The room itself is checked after every change and at every forward."""
-    simulation = play(set_up, course)
+    simulation = play({**set_up, "row_tokens": 0}, course)
+    check_answers(simulation)
     least = min([set_up["kv_tokens"], *(event[1] for event in course if event[0] == "resize")])
     for uid, request in simulation.requests.items():
         if request.failures:
@@ -1971,7 +1625,6 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
             longest = len(request.prompt) + min(len(request.tokens) + 1 + MAX_WIDTH, request.max_tokens)
             assert capacity(longest) > least
         elif not request.cancelled:
-            check_answer(request)
             assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
@@ -1988,59 +1641,30 @@ def test_what_was_on_disk_before_changes_no_answer(
     """The second time, ranks that remember nothing find some of the first time's blocks, not all on all."""
     disk = Disk(Random(seed))
     for _ in range(2):
-        simulation = play({**set_up, "prefixes": True, "rolls_back": rolls_back}, course, disk)
-        for request in simulation.requests.values():
-            if not request.cancelled and not request.failures:
-                check_answer(request)
+        check_answers(
+            play({**set_up, "row_tokens": 0, "prefixes": True, "rolls_back": rolls_back}, course, disk)
+        )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(set_ups, courses)
 @example(PLAIN, STORM)
-def test_forwards_are_counted_and_few(set_up: dict[str, Any], course: Course) -> None:
+@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
+def test_forwards_are_few_and_prompts_start_in_the_order_they_came(
+    set_up: dict[str, Any], course: Course
+) -> None:
     """Without drafts and preemption: one for each chunk and each token but the first, and those run ahead."""
     simulation = play({**set_up, "drafts": False, "kv_tokens": 1 << 40}, course)
+    firsts = [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
+    assert set_up["prefixes"] or firsts == sorted(firsts)
     for request in simulation.requests.values():
         if request.cancelled:
             continue
         (end,) = request.ends
-        chunks = [chunk for chunk in simulation.prefills() if chunk.request == request.uid]
+        chunks = chunks_of(simulation, request.uid)
         assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         most = len(chunks) + end.generated - 1 + (set_up["run_ahead"] if end.reason == "stop" else 0)
         assert end.forwards <= most
-
-
-@settings(max_examples=50, deadline=None)
-@given(set_ups, courses)
-@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
-def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: Course) -> None:
-    simulation = play(set_up, course)
-    most = min(set_up["chunk_beside"], set_up["prefill_chunk"])
-    running: set[int] = set()
-    since_decode = 0
-    for move in simulation.frames:
-        match move:
-            case Forward() if move.prompts:
-                tokens = len(move.tokens)
-                assert tokens <= set_up["prefill_chunk"]
-                since_decode = since_decode + tokens if running else 0
-                assert since_decode <= most
-                running |= set() if move.unfinished else set(move.rows)
-            case Forward():
-                since_decode = 0
-                assert len(move.rows) <= set_up["max_rows"]
-                assert set(move.rows) == running, "no running row is left out"
-            case SessionStop():
-                running.discard(move.uid)
-
-
-@settings(max_examples=50, deadline=None)
-@given(set_ups, courses)
-@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
-def test_prompts_start_in_the_order_they_came(set_up: dict[str, Any], course: Course) -> None:
-    simulation = play({**set_up, "prefixes": False, "kv_tokens": 1 << 40}, course)
-    firsts = [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
-    assert firsts == sorted(firsts)
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8))

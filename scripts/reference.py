@@ -303,15 +303,20 @@ def _filled(page: str, markers: tuple[str, str], part: str) -> str:
 
 MARKUPS = ("<!-- Markups, written by `make reference`. -->", "<!-- End of the markups. -->")
 
-MARKUPS_PART = """**Thoughts**: {thoughts}.
+MARKUPS_PART = """**Thoughts and calls**: {both}.
 
-**Calls**: {calls}."""
+**Thoughts also**: {thoughts}.
+
+**Calls also**: {calls}."""
 
 
 def api_page() -> str:
     """Return docs/api.md with the families whose markups are read in it."""
+    thoughts, calls = ([row.families for row in rows] for rows in (THOUGHTS, CALLS))
     part = MARKUPS_PART.format(
-        thoughts="; ".join(row.families for row in THOUGHTS), calls="; ".join(row.families for row in CALLS)
+        both="; ".join(each for each in thoughts if each in calls),
+        thoughts="; ".join(each for each in thoughts if each not in calls),
+        calls="; ".join(each for each in calls if each not in thoughts),
     )
     wrapped = "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in part.splitlines())
     return _filled("api.md", MARKUPS, wrapped)

@@ -72,8 +72,7 @@ def install(
         list[str] | None,
         typer.Argument(
             metavar="-- OPTIONS OF NODE",
-            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Prefer config.toml, which you can "
-            "change.",
+            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Prefer config.toml.",
             show_default=False,
         ),
     ] = None,

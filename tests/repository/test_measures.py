@@ -38,12 +38,12 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_838,
-    "admin": 1_766,
+    "": 3_797,
+    "admin": 1_728,
     "api": 9_584,
-    "cli": 5_444,
+    "cli": 5_443,
     "cluster": 4_626,
-    "diagnostics": 2_345,
+    "diagnostics": 2_297,
     "discovery": 983,
     "engine": 11_290,
     "gateway": 1_743,

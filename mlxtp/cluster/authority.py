@@ -1,8 +1,7 @@
-"""The Macs that hold the key of the cluster's authority, and its hand-over from one to another.
+"""Hand-over of the cluster's authority: of the key that lets a Mac admit and remove any member.
 
-A holder can let Macs in, remove each one, and make members. `Roster.holders` names the holders by statements
-that the authority signed, which the members exchange like admissions. The key passes directly between two
-members, over their control link (TLS 1.3, both sides certified), and in no other message.
+`Roster.holders` names the holders, by statements that the authority signed. The key passes directly between
+two members, over their control link (TLS 1.3, both sides certified), and in no other message.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..wire.cluster_messages import AuthorityHandover, AuthorityKept
 from .links import ControlLink
 from .node import ClusterNode
 
-HAND_OVER_S = 10.0  #: seconds for the other Mac's reply; its disk flushes a file of 1 KB meanwhile
+HAND_OVER_S = 10.0  #: seconds for the other Mac to flush the key to its disk and reply
 
 
 def _check_holder(node: ClusterNode) -> None:
@@ -32,7 +31,7 @@ def _check_holder(node: ClusterNode) -> None:
 
 
 class AuthorityKeeping:
-    """Hands the authority's key to other members, and takes it from holders. `store` has this Mac's own."""
+    """Hands the authority's key to other members, and takes it from holders, into `store`."""
 
     def __init__(self, node: ClusterNode, store: Store) -> None:
         self._node = node
@@ -46,7 +45,7 @@ class AuthorityKeeping:
             raise UserError(f"{node.name_of(node_id)} is away; the key passes only between two Macs that run")
 
     async def hand_over(self, node_id: str) -> None:
-        """Hand the key to a member. Returns once it is on that Mac's disk; else raises UserError."""
+        """Hand the key to a member. Returns once it is on that Mac's disk. Raises UserError."""
         self.check_hand_over(node_id)
         node, authority = self._node, self._node.identity.authority
         assert authority is not None
@@ -67,9 +66,8 @@ class AuthorityKeeping:
         audit.record("authority_given", f"{name} holds the cluster's authority now", about)
 
     async def give_up(self) -> None:
-        """Forget the key here. Only after `hand_over`, which shows that another Mac has it.
-
-        Raises UserError when the file cannot be removed: then this Mac still holds it.
+        """Forget the key here, after `hand_over` to another Mac. Raises UserError if its file cannot be
+        removed: this Mac then still holds it.
         """
         node, authority = self._node, self._node.identity.authority
         self._hold(None)

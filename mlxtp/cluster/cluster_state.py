@@ -1,8 +1,8 @@
-"""Shared state of the cluster, members and deployments, as one member knows it, and its merge. Pure.
+"""Shared state of the cluster, members and deployments, as one member knows it, and its merge.
 
-Members that received the same messages, in any order and however often, agree. Each deployment is versioned
-by itself; a removal is a row, too. Of each row a table has no knowledge, or has it, or counts it as over; of
-two tables the later knowledge holds.
+Members that received the same messages, in any order and however often, agree. Each deployment has its own
+version, and a removal is also a row. A table may not know a row, have it, or know that it is over. Between
+two tables, the later knowledge wins.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from ..wire.codecs import record
 
 # --- deployments ----------------------------------------------------------------------------------------
 
-MAX_LIVE = 64  #: Deployments that count. Two sides that added more while they were separated keep the first.
-MAX_REMOVED = 256  #: Removed rows that an edit keeps; older ones are covered by the floor.
-PINNED = -1  #: `keep_s` of a deployment that a user asked for.
-KEEP_S = 600  #: `keep_s` of one that a client's request chose.
-YIELDS = 2**32 - 1  #: `keep_s` of one that stays until another one needs its room.
-LONGEST_S = 2**32 - 2  #: The most seconds of `keep_s`; in effect for ever.
-LEAST_S = 2  #: Seconds that a client has between two requests of a model that ends after its answer.
-#: Rows of any table that are there, and that are removed: those of several sides that were separated. Beyond,
-#: the last deployments in the order of `live` are left out, and the floor covers the oldest removals.
+MAX_LIVE = 64  #: Deployments that count. Separated sides may add more; the first in order count.
+MAX_REMOVED = 256  #: Removed rows that an edit keeps; the floor covers older removals.
+PINNED = -1  #: `keep_s` of a user's deployment.
+KEEP_S = 600  #: Default `keep_s` of a deployment for a client's request.
+YIELDS = 2**32 - 1  #: `keep_s` of a deployment that stays until another needs its room.
+LONGEST_S = 2**32 - 2  #: The longest `keep_s`, in effect forever.
+LEAST_S = 2  #: Seconds for a client's next request to a model that ends after its answer.
+#: Live and removed rows of any table, merged from separated sides. Beyond, the last live deployments are left
+#: out, and the floor covers the oldest removals.
 MOST_LIVE, MOST_REMOVED = 256, 512
-GROUPS_A_MAC = 16  #: Groups for each Mac, of all deployments: as many as ranks of one host (`MAX_OF_HOST`).
-MAX_ROWS = 1024  #: Rows that another member may send as one table.
+GROUPS_A_MAC = 16  #: Groups for each Mac, for all deployments: as many as ranks of one host (`MAX_OF_HOST`).
+MAX_ROWS = 1024  #: Rows of a table from another member.
 
 
 def most_groups(rows: Iterable[Deployment], macs: int) -> Mapping[str, int]:
-    """Return the most groups of each deployment on so many Macs: of those that its row asks for, one a Mac.
-
-    One more says why it has no place. One whose turn comes when all Macs have GROUPS_A_MAC gets one.
+    """Return the most groups of each deployment: its replicas, at most one for each Mac, and GROUPS_A_MAC in
+    total for each Mac, but at least one. If replicas exceed that, one more group carries the reason.
     """
     most, left = {}, macs * GROUPS_A_MAC
     for row in rows:
@@ -65,30 +64,28 @@ def name_of(model: str) -> str:
 
 
 def left_s(row: Deployment, unused_s: float) -> float:
-    """Return the seconds until a deployment ends, if no request comes; infinite for one that stays."""
+    """Return the seconds until a deployment ends without requests; infinite if it stays."""
     if row.pinned or row.keep_s >= LONGEST_S:
         return math.inf
     return max(row.keep_s, LEAST_S) - unused_s
 
 
 def _digest(content: object) -> int:
-    """Return 63 bits by which two members notice that what they have differs."""
+    """Return 63 bits that show two members that their contents differ."""
     return int.from_bytes(hashlib.sha256(repr(content).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class DeploymentTable:
-    """Rows by name, removed ones included. `rows` are in the order of their names.
-
-    Rows up to version `floor` that it lacks are over, so the oldest removals need none. Versions are Lamport
-    clocks.
+    """`rows` in the order of names, including removed rows. Versions are Lamport clocks. Missing rows up to
+    version `floor` are over, so that old removals need no row.
     """
 
     rows: tuple[Deployment, ...] = ()
     floor: int = 0
 
     def live(self) -> tuple[Deployment, ...]:
-        """Return up to 64 deployments: pinned ones first, in that order; then the others, latest first."""
+        """Return up to 64 deployments: first the pinned, by when they were; then the others, latest first."""
         return self._live[:MAX_LIVE]
 
     def get(self, name: str) -> Deployment | None:
@@ -117,9 +114,8 @@ class DeploymentTable:
     # --- changes
 
     def setting(self, row: Deployment, writer: str, *, alone: bool = False) -> DeploymentTable:
-        """Add a deployment, or change the one of its name, as the node `writer`. It gets a new version.
-
-        `alone`: remove all others. Raises UserError when there is no room.
+        """Add or change a deployment as the node `writer`, in a new version; `alone`: remove all others.
+        Raises UserError if there is no room.
         """
         others = [each.name for each in self._live if each.name != row.name]
         if len(others) >= MAX_LIVE and not alone:
@@ -144,7 +140,7 @@ class DeploymentTable:
         return tuple(sorted((row for row in self.rows if not row.removed), key=_place))
 
     def _outlasting(self, other: DeploymentTable) -> dict[str, Deployment]:
-        """Return the rows that `other` has as well, or does not know of yet: the rest is over."""
+        """Return the rows that `other` also has, or does not know yet: the rest is over."""
         kept = {}
         for name, row in self._by_name.items():
             rival = other._by_name.get(name)
@@ -166,7 +162,7 @@ NO_DEPLOYMENTS = DeploymentTable()
 
 
 def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
-    """Return the table that another member wrote. Raises RemoteProtocolError for one that none can have."""
+    """Return the table that another member sent. Raises RemoteProtocolError for an impossible table."""
     by_name: dict[str, Deployment] = {}
     for row in rows:
         if row.name in by_name or not row.name or bool(row.model) == row.removed:
@@ -176,9 +172,9 @@ def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
 
 
 def _table(rows: Mapping[str, Deployment], floor: int, removed: int = MOST_REMOVED) -> DeploymentTable:
-    """Return the table of these rows, without removals that the floor covers and those that are too many.
+    """Return the table of these rows, without removals that the floor covers, and without surplus rows.
 
-    It never fails: that would cut the link to an honest member that has what another one made up.
+    It never fails: that would cut the link to an honest member that relays another member's inventions.
     """
     removals = sorted((row.version for row in rows.values() if row.removed), reverse=True)
     floor = max(floor, *removals[removed : removed + 1], 0)
@@ -205,21 +201,20 @@ _CONTENT = attrgetter(
 
 
 def _rank(row: Deployment) -> tuple[object, ...]:
-    """Return the order of rows of one name: of one version, the pinned row outranks the others."""
+    """Return the rank of a row among rows of one name: by version, then pinned rows outrank others."""
     return row.version, row.pinned, not row.removed, row.writer, *_CONTENT(row)
 
 
 # --- members --------------------------------------------------------------------------------------------
 
-#: Members and removed members. No removal is forgotten: a forgotten key would count again.
-MAX_ENTRIES = 512
+MAX_ENTRIES = 512  #: Members, including all removed ones: a forgotten removal would let a key in again.
 FULL = f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
 BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderClaim:
-    """Claim that `node_id` coordinates in `term`. Terms only grow; each new coordinator begins one."""
+    """Claim that `node_id` coordinates in `term`. Terms only grow; each new coordinator begins the next."""
 
     term: int = 0
     node_id: str = ""
@@ -232,32 +227,31 @@ def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
     return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
 
 
-#: Returns the entry with the signature of the member that admits or removes.
-Seal = Callable[[RosterEntry], RosterEntry]
+Seal = Callable[[RosterEntry], RosterEntry]  #: Signs an entry as the member that admits or removes.
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
+    """Present and removed members of the cluster: an entry for each key, in the order of fingerprints.
 
-    A removed key stays removed. An entry's version is that of the whole roster when it was written.
+    A removed key stays removed. An entry has the roster's version at the time of its writing.
     """
 
     entries: tuple[RosterEntry, ...] = ()
 
     def members(self) -> dict[str, RosterEntry]:
-        """Return up to 64 members by node id, the oldest first. Of one node's keys the latest counts."""
+        """Return up to 64 members by node id, the oldest first, each with its latest key."""
         return {entry.node_id: entry for entry in self._by_age()[:MAX_MEMBERS]}
 
     def surplus(self) -> list[str]:
-        """Return the latest members, without room: two Macs each admitted the 64th at one time."""
+        """Return the members beyond 64, as when two Macs admit the 64th at the same time."""
         return [entry.node_id for entry in self._by_age()[MAX_MEMBERS:]]
 
     def holders(self) -> list[str]:
         return [node_id for node_id, entry in self.members().items() if is_holder(entry)]
 
     def removed(self, fingerprint: str) -> bool:
-        """Return True when this key was removed from the cluster, or its node has a later key."""
+        """Return True if this key was removed from the cluster, or its node has a later key."""
         mine = self.by_key(fingerprint)
         return mine is not None and (
             mine.removed
@@ -269,7 +263,7 @@ class Roster:
 
     @property
     def orphaned(self) -> bool:
-        """True once each Mac that held the authority's key has left or was removed."""
+        """True once all Macs that held the authority's key have left or were removed."""
         return not self.holders() and any(map(is_holder, self.entries))
 
     def by_key(self, fingerprint: str) -> RosterEntry | None:
@@ -278,13 +272,13 @@ class Roster:
     def let_in(self, *node_ids: str) -> list[str]:
         """Return the members that these nodes admitted, directly or through others, the oldest first."""
         members, found = self.members(), list(node_ids)
-        for node_id, entry in members.items():  # a member is younger than the one that admitted it
+        for node_id, entry in members.items():  # a member is younger than its admitter
             if entry.admitted_by in found and node_id not in found:
                 found.append(node_id)
         return found[len(node_ids) :]
 
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
-        """Merge another member's entries. Raises RemoteProtocolError for more than any cluster can have."""
+        """Merge another member's entries. Raises RemoteProtocolError for too many."""
         by_key = {entry.fingerprint: entry for entry in self.entries}
         for entry in entries:
             by_key[entry.fingerprint] = _joined(by_key.get(entry.fingerprint, entry), entry)
@@ -295,7 +289,7 @@ class Roster:
         return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
 
     def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> Roster:
-        """Add this member. Its other keys stop counting. Raises UserError for a removed key, or no room."""
+        """Add this member; its other keys stop counting. Raises UserError for a removed key, or no room."""
         if self.removed(fingerprint):
             raise UserError(f"{name} was removed from this cluster; on it, {BACK}")
         members = self.members()
@@ -347,12 +341,12 @@ class Roster:
 
 
 def is_founder(entry: RosterEntry) -> bool:
-    """Return True for the Mac that founded the cluster: the authority signed that it admitted itself."""
+    """Return True for the founder: the authority signed that it admitted itself."""
     return bool(entry.admission) and entry.admitted_by == entry.node_id
 
 
 def is_holder(entry: RosterEntry) -> bool:
-    """Return True for a member that holds the authority's key. At first the founder does."""
+    """Return True for a holder of the authority's key, which is the founder at first."""
     return entry.holds if entry.holding else is_founder(entry)
 
 
@@ -363,7 +357,7 @@ def remover_of(entry: RosterEntry) -> str:
         return ""
 
 
-#: Fields of an entry that an admission sets.
+#: Fields that an admission sets.
 ADMITTED = ("node_id", "name", "version", "admitted_by", "address", "at", "admission")
 
 
@@ -377,7 +371,7 @@ def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
 
 
 def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
-    """Return the removal of an entry; the remover signs the first two, the authority the first three."""
+    """Return an entry's removal; the remover signs the first two fields, the authority the first three."""
     return (entry.fingerprint, entry.removed_in, entry.remover, entry.removal, entry.authorized)
 
 
@@ -386,9 +380,9 @@ def holding_of(entry: RosterEntry) -> tuple[str | int, ...]:
 
 
 def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
-    """Merge two entries of one key. What is signed beats what is not; then the later one wins.
+    """Merge two entries of one key. A signed part beats an unsigned one; then the later wins.
 
-    A member that has no authority removes no holder of its key, whichever of the two came first.
+    A removal of a holder of the authority's key counts only if the authority or the holder signed it.
     """
     if one == other and not (one.removed and is_holder(one)):
         return one
@@ -416,7 +410,6 @@ def _binds_holders(entry: RosterEntry) -> bool:
     return bool(entry.authorized) or (bool(entry.removal) and remover_of(entry) == entry.fingerprint)
 
 
-#: Fields of an entry without a removal.
 NOT_REMOVED: Mapping[str, Any] = {
     "removed": False, "removed_in": 0, "remover": "", "removal": "", "authorized": ""
 }  # fmt: skip
@@ -436,10 +429,9 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 
 # --- entries as text, for members of another protocol version and for the disk ---------------------------
 
-#: Version of the text, which does not follow the protocol's: readers ignore fields that they do not know.
-TEXT_VERSION = 1
+TEXT_VERSION = 1  #: Independent of the protocol's version: readers ignore unknown fields.
 READS = f"roster={TEXT_VERSION}"  #: In the `versions` of a hello: this agent reads the text.
-MAX_TEXT = 1 << 20  #: Characters: more than 512 entries take.
+MAX_TEXT = 1 << 20  #: Characters, enough for 512 entries.
 _ENTRY = record(RosterEntry)
 _NAMES = [each.name for each in fields(RosterEntry)]
 
@@ -449,7 +441,7 @@ def roster_text(entries: Iterable[RosterEntry]) -> str:
 
 
 def roster_entries(text: str) -> tuple[RosterEntry, ...]:
-    """Return the entries that this version understands; none of a damaged text or one of another version."""
+    """Return the entries that this version understands; none if the text is damaged or of another version."""
     try:
         table = json.loads(text)
         rows = table["roster"][:MAX_ENTRIES] if table["version"] == TEXT_VERSION else ()
@@ -468,7 +460,7 @@ def _entry(row: Any) -> RosterEntry | None:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The whole shared state. `epoch` is the highest number of an epoch that any member has reported."""
+    """The whole shared state. `epoch` is the highest epoch that any member reported."""
 
     claim: LeaderClaim = NO_CLAIM
     deployments: DeploymentTable = NO_DEPLOYMENTS
@@ -476,12 +468,11 @@ class ClusterState:
     epoch: int = 0
 
 
-#: Counters grow by ones. A node that is this far ahead is broken, and leaves no room to count on.
-LEAP = 1 << 32
+LEAP = 1 << 32  #: Counters grow by ones. A node that is this far ahead is broken, and would exhaust them.
 
 
 class Replica:
-    """The shared state as node `self_id` has it, but for the claim. At first that is what it `kept`."""
+    """The shared state as node `self_id` knows it, without the claim; at first, its saved state (`kept`)."""
 
     def __init__(self, self_id: str, kept: ClusterState) -> None:
         self.self_id = self_id
@@ -494,24 +485,24 @@ class Replica:
         return self.deployments.most_groups(len(self.names))
 
     def shown_groups(self, row: Deployment) -> int:
-        """Return how many groups of a deployment are known where none runs: one of a model for all Macs."""
+        """Return how many groups of a deployment to show if none runs: one if it has no fixed number."""
         return self.most_groups.get(row.name, 0) if row.replicas else 1
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
-        """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""
+        """Return whether the sender of a beat lacks this node's deployments, and its roster."""
         return beat.desired != self.deployments.digest, beat.roster != self.digest
 
     # --- messages of other members
 
     def desires(self, table: DeploymentTable) -> bool:
-        """Take in a member's deployments. True when they change this node's: keep them, and send them on."""
+        """Take in a member's deployments. Return True if they change this node's: save and relay them."""
         before = self.deployments
         check_leaps((table.newest, before.newest))
         self.deployments = before.merged(table)
         return self.deployments != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
-        """Take in a member's roster. True when it changes this node's: keep it, and send it on."""
+        """Take in a member's roster. Return True if it changes this node's: save and relay it."""
         before, entries = self.roster, tuple(entries)
         youngest = before.newest()
         check_leaps(*((_newest(entry), youngest) for entry in entries))
@@ -528,7 +519,7 @@ class Replica:
 
 
 def check_leaps(*counts: tuple[int, int]) -> None:
-    """Raise RemoteProtocolError when of a pair (received, held) the first cannot have come by counting."""
+    """Raise RemoteProtocolError if in a pair (received, held) the first is a LEAP ahead."""
     for told, held in counts:
         if told > held + LEAP:
             raise RemoteProtocolError(

@@ -1,6 +1,6 @@
-"""The control port, which accepts members and joiners, the dialler of those of others, and join tokens.
+"""The control port, which accepts members and joiners, the dialer of other Macs' ports, and join tokens.
 
-Macs that hold the authority's key issue them. Each keeps its own in memory: a joiner has to reach that Mac.
+A holder of the authority's key issues tokens, and keeps them in memory: the joiner must reach that Mac.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 SECRET_BYTES = 16
-UNKNOWN = "the Mac that founded this cluster"  #: The holder of the authority, before a roster has come.
+UNKNOWN = "the Mac that founded this cluster"  #: The authority's holder, before a roster arrives.
 
 
 class TokenIssuing:
-    """Requests join tokens, and issues them by `issuer` where the authority's key is."""
+    """Requests join tokens, or issues them with `issuer` if this Mac has the authority's key."""
 
     def __init__(self, node: ClusterNode) -> None:
         membership = node.identity.member
         self.issuer = TokenIssuer(membership.cluster_id, authority_hash(membership.authority))
         self._node = node
-        # Tokens that removed members requested are void.
+        # Removed members' tokens are void.
         node.enrolment.on_change(lambda: self.issuer.keep(node.replica.roster.members()))
         node.links.on(self._issue, TokenWanted)
 
     async def token(self) -> str:
-        """Return a new join token, from a Mac that can issue one. Raises UserError when none can now."""
+        """Return a new join token, from a Mac that can issue it. Raises UserError if none can."""
         node = self._node
         if node.identity.authority is not None:
             return self._made("")
@@ -104,7 +104,7 @@ class TokenIssuing:
         )
 
     def _made(self, asked_by: str) -> str:
-        """Return a new token, which the member `asked_by` requested, or this one. Raises UserError."""
+        """Make a token for the member `asked_by`, by default this one. Raises UserError."""
         node, member = self._node, asked_by or self._node.node_id
         fresh, now = secrets.token_bytes(SECRET_BYTES), time.monotonic()
         token = self.issuer.issue(fresh, now, member, own=not asked_by)
@@ -126,7 +126,7 @@ class TokenIssuing:
 
 # --- the port --------------------------------------------------------------------------------------------
 
-#: Serves the requests link of a member until it ends.
+#: Serves a member's requests link until it ends.
 ServeRequests = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -146,7 +146,7 @@ def bind_control(host: str, port: int) -> socket.socket:
 
 
 class ControlPort:
-    """Accepts control and requests links from members. Admits joiners where the authority's key is."""
+    """Accepts control and requests links from members, and joiners if this Mac has the authority's key."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class ControlPort:
         self._serve_requests = serve_requests
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         node.enrolment.on_change(lambda: self._cut(self._is_removed))
-        # No client reads the replies to a node that vanished.
+        # A vanished node's clients no longer read replies.
         node.links.on_lost(lambda node_id, _: self._cut(lambda identity: identity.node_id == node_id))
         self._acceptor = TlsAcceptor(
             sock,
@@ -189,7 +189,7 @@ class ControlPort:
         return self._node.replica.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
-        """Return True when a member may send requests. Only a control link shows that a member vanished."""
+        """Return True if a member may send requests: it needs a control link, which shows if it vanishes."""
         return not self._is_removed(identity) and self._node.links.linked(identity)
 
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
@@ -229,7 +229,7 @@ class ControlPort:
         )
 
     def _other_holders(self) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the other Macs that issue tokens, and addresses: of each, the nearest first."""
+        """Return the names of other Macs that issue tokens, and addresses, each Mac's nearest first."""
         node, found = self._node, []
         holders = [each for each in node.replica.roster.holders() if each != node.node_id]
         for holder in sorted(holders, key=lambda each: each not in node.links.nodes()):
@@ -246,23 +246,23 @@ def _names(node: ClusterNode, node_ids: Iterable[str]) -> str:
 
 
 def _sendable(node: ClusterNode, node_id: str) -> tuple[str, ...]:
-    """Return the addresses of a node that fit into an offer. An invalid one must not keep joiners out."""
+    """Return a node's addresses that fit into an offer: an invalid address must not keep joiners out."""
     addresses = node.peer_info.addresses.get(node_id, ())
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))
 
 
-# --- dialling: by Bonjour and by given or remembered addresses, again and again ---------------------------
+# --- dialing: by Bonjour, and by given or remembered addresses, repeatedly -------------------------------
 
 DIAL_S = 3.0
 TICK_S = 0.25
 INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
-TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
-#: Refusals by another Mac that this Mac's user has to know about.
+TOLD_S = 60.0  #: Seconds until the log repeats the same refusal by the same address.
+#: Another Mac's refusals that this Mac's user must know.
 _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
 
 
 class Dialer:
-    """Dials every member that can be reached. `port` is that of this agent's control port."""
+    """Dials every member within reach. `port` is this agent's control port."""
 
     def __init__(
         self, node: ClusterNode, credentials: Credentials, port: int, rewired: Callable[[], None]
@@ -276,7 +276,7 @@ class Dialer:
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials = Background()
         self._logged: dict[str, tuple[str, float]] = {}
-        self._refusal = ""  #: The last refusal by another Mac, until the Mac that sent it accepts this one.
+        self._refusal = ""  #: The last refusal by another Mac, until that Mac accepts this one.
         self._addresses: Addresses | None = None
         self._look_at = 0.0
         self.sightings: tuple[DiscoveredPeer, ...] = ()
@@ -304,7 +304,7 @@ class Dialer:
 
     @property
     def trouble(self) -> str:
-        """Reason why multicast cannot find other Macs; empty if it can, or if discovery is off."""
+        """Reason why multicast finds no other Macs; empty if it works, or if discovery is off."""
         return self._discovery.problem
 
     def woke(self) -> None:
@@ -376,7 +376,7 @@ class Dialer:
         self._logged[address] = (error.detail, time.monotonic())
         if len(self._logged) > MAX_KNOWN:  # a flood of new addresses
             del self._logged[next(iter(self._logged))]
-        if "Errno 65" in error.detail:  # macOS blocks the local network, mostly without a message
+        if "Errno 65" in error.detail:  # macOS blocks the local network, usually silently
             log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)

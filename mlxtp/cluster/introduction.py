@@ -1,4 +1,4 @@
-"""Hello of this node, its judgement of the hellos of others, and reports of others about themselves."""
+"""Hello of this node, judgment of other nodes' hellos, and their statements about themselves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .links import ControlLink
 
 log = logging.getLogger(__name__)
 
-# --- what two Macs run: can their ranks compute together? ------------------------------------------------
+# --- versions and settings: can ranks of two Macs compute together? --------------------------------------
 
 
 def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
-    """Return the first difference for which two agents cannot share a group, and the remedy; or None."""
+    """Return the first difference that keeps two agents from sharing a group, and the remedy; or None."""
     our_name, their_name = ours.name, theirs.name or theirs.node_id[:8]
     if ours.version != theirs.version:
         return (
@@ -50,7 +50,7 @@ def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
 
 
 def unlike_kernels(ours: AgentHello, theirs: AgentHello) -> str:
-    """Return a warning about wheels of mlx-metal for unlike systems; "" for equal or unknown ones."""
+    """Return a warning if both wheels of mlx-metal are known, and for different systems; else ""."""
     one, other = (_pairs(each.versions).get(_WHEEL, "") for each in (ours, theirs))
     if not one or not other or one == other:
         return ""
@@ -68,7 +68,7 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-#: Package, the part of its version that must be equal, and the advice when it is not.
+#: Package, the part of its version that must be equal, and the remedy.
 _RULES: tuple[tuple[str, Callable[[str], str], str], ...] = (
     ("mlxtp", _major, "versions may differ behind the first point only; install the same mlxtp on both"),
     ("mlx", str, "ranks compute alike only with the same; install one version on both"),
@@ -83,23 +83,22 @@ def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
 # --- hellos ----------------------------------------------------------------------------------------------
 
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
-#: Settings that decide how ranks compute, or of which one Mac's value holds for others.
+#: Settings that change how ranks compute, or that one Mac applies for others.
 _FLAGS = ("prefill_chunk", *(name for each in SETTINGS if each.same_on_all for name in each.names))
-#: Prefixes of MLX's variables that ranks get from their agent, or that change no numbers. All others must be
-#: equal: with another MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives
-#: wrong numbers.
+#: Prefixes of MLX's variables that ranks get from their agent, or that change no numbers. Others must be
+#: equal: with a different MLX_BFS_MAX_WIDTH, a rank reorders a layer's collectives, and numbers are wrong.
 _PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH",
              "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS", "MLX_MAX_OPS_PER_BUFFER",
              "MLX_MAX_MB_PER_BUFFER")  # fmt: skip
 
 
 def versions_here() -> tuple[str, ...]:
-    """Return the versions of packages that ranks must have in common, "name=version" each."""
+    """Return versions of the packages that must match, as "name=version"."""
     return tuple(f"{package}={installed(package) or 'none'}" for package in _PACKAGES)
 
 
 def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return settings that differ from their defaults and MLX's variables, "name=value" each."""
+    """Return settings that are not at their defaults, and MLX's variables, as "name=value"."""
     defaults = type(settings)(settings.home, "", 0, 1, "")
     flags = [
         f"{name}={getattr(settings, name)}"
@@ -111,9 +110,9 @@ def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) ->
 
 
 class Introduction:
-    """Hellos between this node and others. `addresses` returns where others reach its agent now."""
+    """Hellos between this node and others. `addresses` returns the agent's present addresses."""
 
-    problem = ""  #: Problem that a user has to fix, such as a copied home folder.
+    problem = ""  #: Problem for the user to fix, such as a copied home folder.
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Introduction:
         addresses: Callable[[], tuple[str, ...]],
         roster: Callable[[], Roster],
     ) -> None:
-        self.name = printable(settings.name)  # we cannot refuse the system's name of a Mac
+        self.name = printable(settings.name)  # a system's name may have any characters
         self.boot_id = secrets.token_hex(8)
         self.http = http
         self.addresses = addresses
@@ -131,9 +130,9 @@ class Introduction:
         wheel = metal_wheel()
         self._versions = (*versions_here(), READS, *([f"{_WHEEL}={wheel}"] if wheel else []))
         self._flags = flags_of(settings)
-        self.unlike: dict[str, str] = {}  #: By node id: the last warning about kernels; "" for none.
+        self.unlike: dict[str, str] = {}  #: Last warning about kernels by node id, or "".
         self._roster = roster
-        #: By node id: the boot ids of two machines that had it at once, and the message about it.
+        #: Boot ids of two machines with one identity, and the message about it, by node id.
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
 
     def hello(self) -> AgentHello:
@@ -153,7 +152,7 @@ class Introduction:
         return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
 
     def met(self, hello: AgentHello) -> None:
-        """Note that a peer was taken in: this start of it counts. Warn once of kernels unlike ours."""
+        """Note that a peer's start was accepted. Warn once if its kernels differ."""
         warning = unlike_kernels(self.hello(), hello)
         if warning and warning != self.unlike.get(hello.node_id):
             log.warning("%s; `mlxtp doctor` says how to get the newer one", warning)
@@ -163,7 +162,7 @@ class Introduction:
             self.problem = ""
 
     def doubled(self, node_id: str, boot_ids: tuple[str, ...], what: str) -> ProtocolError:
-        """Return the error for both of two agents that have one identity. Neither is welcome again."""
+        """Return the error for two agents with one identity. `judge` refuses both from now on."""
         self._copied(what)
         if node_id != self._identity().node_id:
             self._doubles[node_id] = (boot_ids, self.problem)
@@ -174,7 +173,7 @@ class Introduction:
         self.unlike.pop(node_id, None)
 
     def received_error(self, link: ControlLink, error: Error) -> None:
-        """Take in a refusal by a peer that has met another agent with this node's identity."""
+        """Take in a refusal by a peer that met another agent with this node's identity."""
         if error.code == Code.DUPLICATE_NODE and error.detail != self.problem:
             self.problem = error.detail
             log.error("%s: %s", link.hello.name or link.node_id[:8], error.detail)
@@ -194,7 +193,7 @@ class Introduction:
         return None
 
     def roster_for(self, identity: NodeIdentity) -> str:
-        """Return the roster for a member of another version. Raises ProtocolError for a removed one."""
+        """Return the roster for a member with another version. Raises ProtocolError if it was removed."""
         if self._roster().removed(identity.fingerprint):
             raise ProtocolError("it was removed from this cluster", Code.REMOVED_NODE)
         return roster_text(self._roster().entries)
@@ -233,7 +232,7 @@ class PeerInfo:
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
+    met_at: dict[str, float] = field(default_factory=dict)  #: When a node's link came up.
 
     def met(self, hello: AgentHello, now: float) -> None:
         self.names[hello.node_id] = hello.name

@@ -1,8 +1,8 @@
-"""One node's part in agreeing on the coordinator, the deployments and the members. Pure.
+"""One node's part in the choice of a coordinator, without I/O or clock.
 
-The coordinator stays as long as it lives: each of its beats increments a pulse, and all pass on the highest,
-so that a cut link to it proves nothing. When it is lost, the living node with the smallest id claims the next
-term. Of two claims the stronger wins everywhere (`cluster_state.stronger`): a healed partition has one.
+Each beat of the coordinator increments a pulse, and all nodes pass on the highest, so that a cut link alone
+does not unseat it. When it is lost, the present node with the smallest id claims the next term. Between two
+claims, the stronger wins everywhere (`cluster_state.stronger`), so a healed partition has one coordinator.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Debounce:
     """Seconds to wait before acting on a change."""
 
     settle_s: float = 0.3  #: after the last change of membership, before groups are assigned or formed
-    settle_most_s: float = 2.0  #: after the first of changes that do not end
+    settle_most_s: float = 2.0  #: after the first change, if changes continue
     start_s: float = 2.0  #: after the start, before a node that misses members claims to coordinate
-    patience_s: float = 10.0  #: for open requests, before a better group takes over
-    flapping_s: float = 10.0  #: after a member was lost, before a group that runs is moved to it
+    patience_s: float = 10.0  #: for open requests, before another group takes over
+    flapping_s: float = 10.0  #: after a member was lost, before running groups may move to it
 
 
 @dataclass(slots=True)
 class _Following:
-    """State of the claim."""
+    """State of the followed claim."""
 
     heartbeat_seq: int = 0  #: the highest pulse
-    at: float = 0.0  #: when it last rose
-    spoke: float = -math.inf  #: when the claimant last sent a beat
-    boot_id: str = ""  #: of the claimant, once it sent one
+    at: float = 0.0  #: when the pulse last rose
+    spoke: float = -math.inf  #: when the claimant's last beat arrived
+    boot_id: str = ""  #: of the claimant, after its first beat
     over: bool = False  #: this start of it ended
 
 
 @dataclass(slots=True)
 class _Flapping:
-    """Changes of membership: the first of those that do not end, the last, and the members lost lately."""
+    """First and last of the present changes of membership, and recently lost members."""
 
     calm: Debounce
     first: float
@@ -59,9 +59,8 @@ class _Flapping:
 
 
 class Leadership:
-    """This node's view of who coordinates, and its decisions, since its start at `now`.
-
-    Of the claim that it kept only the `term` counts. A node that is no `founder` knows that others exist.
+    """This node's view of the coordinator, and its decisions, since its start at `now`. `term` is its saved
+    claim's. A node that is no `founder` knows that others exist.
     """
 
     def __init__(
@@ -82,15 +81,14 @@ class Leadership:
         self._following = _Following(at=now)
         self._started = now
         self._synced: dict[str, str] = {}
-        #: Nodes that are about to stop, and whose present start has not ended; perhaps this node.
-        self._leaving: set[str] = set()
+        self._leaving: set[str] = set()  #: Nodes that are about to stop; perhaps this node.
         self._flapping = _Flapping(self.debounce, now, now)
 
     # --- what this node knows
 
     @property
     def leading(self) -> bool:
-        """True while this node coordinates. A claim from before its start is no longer its own."""
+        """True while this node coordinates. A claim from before its start does not count."""
         return self.claim.node_id == self.self_id and self.claim.term > self._floor
 
     @property
@@ -103,7 +101,7 @@ class Leadership:
         return ClusterState(claim, replica.deployments, replica.roster, replica.epoch)
 
     def beat(self, *, healthy: bool) -> Beat:
-        """Return the next beat, for all links. New links and a changed claim need one at once, too."""
+        """Return the next beat, for all links. New links and a new claim also need one at once."""
         if self.leading:
             self._following.heartbeat_seq += 1
         return Beat(
@@ -120,7 +118,7 @@ class Leadership:
     # --- messages of other members
 
     def received_beat(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
-        """Take in a member's beat, over a link that counts. True when this node follows another claim now."""
+        """Take in a member's beat, over a link that counts. Return True if this changes the claim."""
         check_leaps(
             (beat.term, max(self.claim.term, self._floor)), (beat.pulse, self._following.heartbeat_seq)
         )
@@ -150,7 +148,7 @@ class Leadership:
     # --- consequences
 
     def tick(self, membership: Membership, changes: Iterable[Change | Duplicate], now: float) -> bool:
-        """Take in the result of a tick of `membership`. True when this node claims to coordinate."""
+        """Take in the result of a tick of `membership`. Return True if this node now claims to coordinate."""
         for change in changes:
             if isinstance(change, Change):
                 self._take_in(change, now)
@@ -187,7 +185,7 @@ class Leadership:
         )
 
     def unrest(self, statuses: Mapping[str, MemberStatus], now: float) -> Wait | None:
-        """Return the wait before groups are assigned or formed; None for none."""
+        """Return the wait before groups may be assigned or formed, or None."""
         if unsynced := self._unsynced(statuses):
             name = self._replica.names.get(unsynced[0]) or unsynced[0][:8]
             return Wait(f"{name} has not yet reported its state")
@@ -196,7 +194,7 @@ class Leadership:
 
     @property
     def flapping(self) -> Mapping[str, float]:
-        """Return the members that were lost lately, and from when on each may be relied on again."""
+        """Return recently lost members, and the time until which each counts as unreliable."""
         return self._flapping.flapping
 
     # --- details
@@ -230,8 +228,7 @@ class Leadership:
         state = membership.status_of(claim.node_id).state
         if state in (MemberState.LEFT, MemberState.REMOVED):
             return True
-        # A present coordinator must pulse as well: otherwise it does not know of its claim. Pulses that
-        # others pass on arrive irregularly.
+        # A present coordinator without pulses does not know of its claim. Relayed pulses are irregular.
         passed_on = following.at - following.spoke > 2 * pace.beat_s
         limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.health.patience
@@ -245,5 +242,5 @@ class Leadership:
 
     def _has_waited(self, statuses: Mapping[str, MemberStatus], now: float) -> bool:
         missing = any(status.state is MemberState.AWAY for status in statuses.values())
-        missing |= not self._founder and len(statuses) == 1  # it has not met the member that admitted it
+        missing |= not self._founder and len(statuses) == 1  # the member that admitted this node is missing
         return not missing or now - self._started >= self.debounce.start_s

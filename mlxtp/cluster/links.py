@@ -1,4 +1,4 @@
-"""Control links to the other agents: opened from either end, greeted, read, counted; and what all report."""
+"""Control links to other agents, opened by either end, and the table of all nodes' reports."""
 
 from __future__ import annotations
 
@@ -26,29 +26,26 @@ from .cluster_state import MAX_TEXT, READS
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 3.0  #: Seconds that the other end may take to send its AgentHello.
-SAID_S = 60.0  #: Seconds for which the same refusal of the same caller is not logged again.
-#: Bytes that may wait for an agent that does not read, before its link is cut.
-MAX_UNSENT_BYTES = 16 * 1024 * 1024
-SHARE = 0.1  #: CPU seconds a second of this agent that the messages of one member may take on average.
-FREE_S = 1.0  #: CPU seconds beyond it, such as for whole tables, from which the member is read slower.
-MOST_S = 2.0  #: CPU seconds beyond it from which its links are closed.
-SLOWER, LONGEST_PAUSE_S = 4.0, 0.5  #: Seconds without reading for each CPU second then, and for each message.
-CALL_S = 0.005  #: CPU seconds that a call counts for, an estimate: its handshake is over before it is known.
+GREETING_S = 3.0  #: Seconds for the other end to send its AgentHello.
+SAID_S = 60.0  #: Seconds until the same refusal of the same caller is logged again.
+MAX_UNSENT_BYTES = 16 * 1024 * 1024  #: Unread bytes after which an agent's link is cut.
+SHARE = 0.1  #: CPU seconds of this agent per second for one member's messages, on average.
+FREE_S = 1.0  #: CPU seconds beyond the share, as for whole tables, until this agent reads slower.
+MOST_S = 2.0  #: CPU seconds beyond the share until this agent closes the member's links.
+SLOWER, LONGEST_PAUSE_S = 4.0, 0.5  #: Seconds of pause for each CPU second then; the most for a message.
+CALL_S = 0.005  #: Estimated CPU seconds of a handshake: it ends before the caller is known.
 
-#: Returns the error for which a peer with this identity and hello is refused; None when it is welcome.
+#: Returns the error to refuse a peer with this identity and hello, or None.
 Judge = Callable[[NodeIdentity, AgentHello], MlxtpError | None]
 
 
 class Rejected(ProtocolError):
-    """Refusal of this node by the other end, with its reason."""
+    """The other end's refusal of this node, with its reason."""
 
 
 class ControlLink:
-    """This end of one control link, over a TLS connection.
-
-    `local` and `remote` are its ends' addresses ("ip"), as seen from here. The peer's `hello` is there once
-    it has come; `number`, the `identity` that it showed and the `fingerprint` of its key once it is welcome.
+    """This end of a control link, over TLS. `local` and `remote` are its ends' addresses ("ip"). `hello` is
+    set when the peer's hello arrives; `number`, `identity` and key `fingerprint` once it is accepted.
     """
 
     hello: AgentHello
@@ -61,7 +58,7 @@ class ControlLink:
         self.connection = StreamLink(
             reader, writer, Session(LinkKind.CONTROL, Side.LOWER if dialled else Side.UPPER, 0)
         )
-        self.rest: list[Message] = []  #: Messages that came with the hello.
+        self.rest: list[Message] = []  #: Messages that arrived with the hello.
         self.local = _ip(writer.get_extra_info("sockname"))
         self.remote = _ip(writer.get_extra_info("peername"))
         self._writer = writer
@@ -71,7 +68,7 @@ class ControlLink:
         return self.hello.node_id
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises LinkError when the link is gone."""
+        """Send a message. Raises LinkError if the link is gone."""
         if self.connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
             raise LinkError(
@@ -80,7 +77,7 @@ class ControlLink:
         self.connection.send(message)
 
     async def receive_hello(self) -> AgentHello:
-        """Return the hello of the other end. Messages that follow it are kept in `rest`."""
+        """Return the other end's hello, and keep messages after it in `rest`."""
         await self.peek()
         received = self.rest.pop(0)
         if isinstance(received, Error):
@@ -102,7 +99,7 @@ class ControlLink:
             self.send(RosterParting(text[end - MAX_PARTING : end], end < len(text)))
 
     async def receive_roster(self) -> str:
-        """Return the text that the other end sent by `send_roster`; empty for one that is too long."""
+        """Return the text of the other end's `send_roster`; empty if it is too long."""
         parts, more = [""], True
         while more:
             await self.peek()
@@ -119,7 +116,7 @@ class ControlLink:
         self.connection.close()
 
     def close(self, goodbye: bool = False) -> None:
-        """End the link. `goodbye`: report an orderly end first. May be repeated."""
+        """End the link. `goodbye`: report an orderly end first. May be called again."""
         if goodbye:
             with contextlib.suppress(MlxtpError):
                 self.send(SessionEnd())
@@ -131,16 +128,15 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Handlers(list[F]):
-    """Functions to call at an event, in the order in which they registered: a call adds some."""
+    """Functions to call at an event, in the order of registration. A call registers functions."""
 
     def __call__(self, *handlers: F) -> None:
         self += handlers
 
 
 class LinkGate(Interface):
-    """Judge of links: which are open, and which of them count. Its methods must not raise.
-
-    `opened` returns False to reject a welcomed peer after all; else `closed` is called exactly once.
+    """Owner of the decision which links count. Its methods must not raise. `opened` returns False to reject
+    an accepted peer after all; otherwise `closed` is called exactly once.
     """
 
     def opened(self, link: ControlLink) -> bool: ...
@@ -151,7 +147,7 @@ class LinkGate(Interface):
 
 
 class Refusals(dict[str, str]):
-    """By node id: why it or this node refused the other last, until a link comes up; the latest 64."""
+    """Reasons of the last refusals between this node and others, by node id, until a link is up."""
 
     def note(self, identity: NodeIdentity, refusal: MlxtpError) -> None:
         self.pop(identity.node_id, None)
@@ -161,18 +157,18 @@ class Refusals(dict[str, str]):
 
 
 class CpuShares:
-    """CPU time that members' messages took, by node id: over all their links, also those that have ended."""
+    """CPU time of members' messages over all their links, ended links included, by node id."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._accounts: dict[str, tuple[float, float]] = {}  #: Seconds beyond the share, and at which time.
+        self._accounts: dict[str, tuple[float, float]] = {}  #: Seconds beyond the share, and when.
 
     def over_s(self, node_id: str) -> float:
         over_s, at = self._accounts.get(node_id, (0.0, 0.0))
         return max(over_s - SHARE * (self._clock() - at), 0.0)
 
     def spend(self, node_id: str, cpu_s: float) -> float:
-        """Count CPU seconds. Return those for which not to read on. Raises ProtocolError to end its links."""
+        """Count CPU seconds. Return the seconds to pause. Raises ProtocolError to end the member's links."""
         over_s = min(self.over_s(node_id) + cpu_s, 2 * MOST_S)
         self._accounts[node_id] = over_s, self._clock()
         if over_s > MOST_S:
@@ -181,7 +177,7 @@ class CpuShares:
         return min(SLOWER * cpu_s, LONGEST_PAUSE_S) if over_s > FREE_S else 0.0
 
     def refusal(self, node_id: str) -> MlxtpError | None:
-        """Return the error for which a member that is to be read slower gets no new link."""
+        """Return the error that denies a member beyond its share a new link, or None."""
         words = f"its messages took more than {SHARE:.0%} of this Mac's CPU time; in seconds it may come back"
         return ProtocolError(words, Code.OVERLOADED) if self.over_s(node_id) > FREE_S else None
 
@@ -192,9 +188,9 @@ _NUMBERS = itertools.count(1)  # of links
 class PeerLinks:
     """All control links of this agent.
 
-    Handlers run in the order of their registration, those of new links in reverse: the node's own beat ends
-    the greeting. One that raises ends the link whose message it was given: what a member says may cost its
-    link, and never the agent. `CpuShares` bounds how much it says.
+    Handlers run in the order of registration, but handlers of new links in reverse: the node's beat ends the
+    greeting. A handler that raises ends the link of its message: a member's messages may cost its link, never
+    the agent. `CpuShares` limits their number.
     """
 
     def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
@@ -204,20 +200,20 @@ class PeerLinks:
         self._gate = gate
         self._links: dict[int, ControlLink] = {}
         self._readers = Background()
-        self._logged = RepeatFilter(SAID_S)  # a refused peer calls again and again
+        self._logged = RepeatFilter(SAID_S)  # a refused peer keeps calling
         self._handlers: defaultdict[type[Message], list[Callable[[ControlLink, Any], None]]] = defaultdict(
             list
         )
-        #: Called with each new link, for instance to send this node's state over it.
+        #: Called with each new link, such as to send this node's state over it.
         self.on_up = Handlers[Callable[[ControlLink], None]]()
-        #: Called with the id of a node whose last link has ended, and the reason.
+        #: Called when a node's last link ends, with its id and the reason.
         self.on_lost = Handlers[Callable[[str, str], object]]()
-        #: Reply type and future of each open request, by the node and the nonce.
+        #: Reply type and future of each open request, by node and nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         self.reports = ReportTable(node_id, self)
         self.refused = Refusals()
         self.shares = CpuShares()
-        #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
+        #: For members of other versions: returns this roster as text, and takes theirs, without raising.
         self.parting: tuple[Callable[[NodeIdentity], str], Callable[[str], object]] = (lambda _: "", str)
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
@@ -225,9 +221,8 @@ class PeerLinks:
             self._handlers[kind].append(handler)
 
     async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
-        """Return a node's reply to a request: both carry the same `nonce`.
-
-        Raises LinkError when there is no link, when it ends meanwhile, or after `within_s` seconds.
+        """Return a node's reply to a request; both carry the same `nonce`. Raises LinkError without a link,
+        if it ends meanwhile, or after `within_s` seconds.
         """
         key, answer = (node_id, request.nonce), asyncio.get_running_loop().create_future()
         self._open[key] = (reply, answer)
@@ -253,7 +248,7 @@ class PeerLinks:
     def _greet(self, link: ControlLink) -> None:
         for handler in reversed(self.on_up):
             error = failure_of(handler, link)
-            if error is not None and not isinstance(error, MlxtpError):  # else it has just ended
+            if error is not None and not isinstance(error, MlxtpError):  # else the link just ended
                 self._misapplied(link, "hello", error)
                 link.close()
 
@@ -271,17 +266,17 @@ class PeerLinks:
         self._links.pop(link.number, None)
         self._gate.closed(link, why, goodbye)
         if (other := self.to(link.node_id)) is not None:
-            self._greet(other)  # the ended one may have lost something
+            self._greet(other)  # the ended link may have lost messages
         else:
             for (node_id, _), (_, answer) in self._open.items():
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
             for handler in self.on_lost:
                 if (error := failure_of(handler, link.node_id, why)) is not None:
-                    self._misapplied(link, "end", error)  # the other handlers have yet to hear of it
+                    self._misapplied(link, "end", error)  # and call the other handlers
 
     def _misapplied(self, link: ControlLink, what: str, error: Exception) -> MlxtpError:
-        """Log an error in applying what a member sent. Return the one that ends its link."""
+        """Log an error in applying a member's message. Return the error that ends its link."""
         known = error if isinstance(error, MlxtpError) else None
         found = known or ProtocolError(f"its {what} cannot be applied: {error!r:.300}", Code.FIELD_INVALID)
         if not isinstance(error, LinkError):
@@ -291,7 +286,7 @@ class PeerLinks:
         return found
 
     def to(self, node_id: str) -> ControlLink | None:
-        """Return the link to a node. Of two links, both ends choose the one that the smaller id dialled."""
+        """Return the link to a node. If there are two, both ends choose the smaller id's call."""
         mine = self._node_id
         links = [link for link in self._links.values() if link.node_id == node_id]
         return min(links, key=lambda link: (link.dialled != (mine < node_id), link.number), default=None)
@@ -303,12 +298,12 @@ class PeerLinks:
         return frozenset(link.node_id for link in self._links.values())
 
     def linked(self, identity: NodeIdentity) -> bool:
-        """Return True if a node has a link under this very key: other connections of it need one."""
+        """Return True if a node has a link with this very key: its other connections need one."""
         mine = (identity.node_id, identity.fingerprint)
         return any((link.node_id, link.fingerprint) == mine for link in self.links())
 
     def send(self, node_id: str, message: Message) -> None:
-        """Send a message to a node. Raises LinkError when there is no link to it."""
+        """Send a message to a node. Raises LinkError without a link."""
         link = self.to(node_id)
         if link is None:
             raise LinkError(f"there is no link to node {node_id}")
@@ -323,9 +318,9 @@ class PeerLinks:
     async def called(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> None:
-        """Serve the link of a peer that dialled us and showed a certificate of the cluster, until it ends."""
+        """Serve a link that a peer with a certificate of the cluster dialed, until it ends."""
         link = ControlLink(reader, writer, dialled=False)
-        with contextlib.suppress(ProtocolError):  # it is refused below, with the reason
+        with contextlib.suppress(ProtocolError):  # it is refused below
             self.shares.spend(identity.node_id, CALL_S)
         try:
             hello = await link.receive_hello()
@@ -350,7 +345,7 @@ class PeerLinks:
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> str:
-        """Greet a peer that we dialled. Return its id; the link stays open. Raises MlxtpError if refused."""
+        """Greet a dialed peer. Return its id; the link stays open. Raises MlxtpError if refused."""
         link = ControlLink(reader, writer, dialled=True)
         try:
             link.send(self._hello())
@@ -381,7 +376,7 @@ class PeerLinks:
         began, spend = time.thread_time(), partial(self.shares.spend, link.node_id)
         link.connection.pace = spend
         if not self.up(link):
-            link.close()  # no goodbye: the other end would conclude that this agent stops
+            link.close()  # no goodbye: it would mean that this agent stops
             return
         why, goodbye = "closed", False
         try:
@@ -395,17 +390,17 @@ class PeerLinks:
                     else:
                         why = message.detail if isinstance(message, Error) else why
                         self.received(link, message)
-                    await asyncio.sleep(spend(time.thread_time() - began))  # other links have their turn
+                    await asyncio.sleep(spend(time.thread_time() - began))  # let other links have their turn
                     if link.connection.closed:
                         break
                 if link.connection.protocol.state in TERMINAL:
-                    break  # that was its last message, even if it keeps the connection open
+                    break  # ignore a connection that stays open after the last message
                 if not (batch := await link.connection.receive()):
                     break
                 messages = [each.message for each in batch]
         except MlxtpError as error:
             why = error.detail
-            if error.code is Code.OVERLOADED:  # by its share: no part that takes in messages has this code
+            if error.code is Code.OVERLOADED:  # only `CpuShares` raises it here
                 if self._logged.passes(link.node_id):
                     log.warning("the link to %s (%s) is closed: %s", link.hello.name, link.node_id[:8], why)
                 link.refuse(error)
@@ -430,10 +425,10 @@ R = TypeVar("R", bound=NodeRow)
 
 
 class ReportTable:
-    """Table of the rows of each node, which that node alone publishes: its links are their only source.
+    """Table of each node's rows, which only that node publishes, over its links.
 
-    A row is sent when it changes. All are sent over each new link, and the one that is left of two, before
-    the beat, with `ReportsSent` behind them: that makes good what a link lost.
+    A node sends a row when it changes. It sends all rows, then `ReportsSent`, before its beat, over each new
+    link, and again over the remaining one of two links, because the other may have lost some.
     """
 
     def __init__(self, node_id: str, links: PeerLinks) -> None:
@@ -441,10 +436,10 @@ class ReportTable:
         self._links = links
         self._numbers = itertools.count(1)
         self._own: defaultdict[type[NodeRow], dict[tuple[str, ...], Any]] = defaultdict(dict)
-        #: By node id and kind: of each row its last report's number, and it; None for one that is over.
+        #: By node id, kind and key: the last report's number, and its row; None if the row is over.
         self._heard: defaultdict[str, defaultdict[type[NodeRow], dict[tuple[str, ...], tuple[int, Any]]]]
         self._heard = defaultdict(lambda: defaultdict(dict))
-        self._since: dict[str, tuple[str, int]] = {}  #: By node id: its start, and what is over before.
+        self._since: dict[str, tuple[str, int]] = {}  #: By node id: boot id, and the first valid number.
         self._handlers: defaultdict[type[NodeRow], list[Callable[[str, Any], object]]] = defaultdict(list)
         links.on(self._received, Report)
         links.on(self._complete, ReportsSent)
@@ -452,7 +447,7 @@ class ReportTable:
         links.on_lost(lambda node_id, _why: self.drop_rows(node_id, lasting=False))
 
     def publish(self, kind: type[R], *rows: R) -> None:
-        """Have all members know these rows of this node, and no others of this kind."""
+        """Replace this node's rows of a kind at all members."""
         before, now = self._own[kind], {row.about: row for row in rows[-kind.MOST :]}
         self._own[kind] = now
         over = [self.report(row, over=True) for about, row in before.items() if about not in now]
@@ -463,14 +458,13 @@ class ReportTable:
         return Report(next(self._numbers), row, over)
 
     def on(self, handler: Callable[[str, R], object], kind: type[R]) -> None:
-        """Have `handler` called with each row of a kind, and its node's id, before it counts.
-
-        One that raises costs the link, as any message, and the row does not count.
+        """Have `handler` called with a node's id and its new row of a kind, before it counts. If it raises,
+        the link ends, and the row does not count.
         """
         self._handlers[kind].append(handler)
 
     def of(self, kind: type[R], *about: str) -> dict[str, R]:
-        """Return the rows of a kind with these values of its keys, by node id; also that of this node."""
+        """Return all nodes' rows of a kind with these values of its keys, by node id."""
         found = {node_id: kinds[kind].get(about, (0, None))[1] for node_id, kinds in self._heard.items()}
         found[self._node_id] = self._own[kind].get(about)
         return {node_id: row for node_id, row in found.items() if row is not None}
@@ -482,11 +476,11 @@ class ReportTable:
         return [row for _, row in heard.values() if row is not None]
 
     def others(self, kind: type[R]) -> list[tuple[str, R]]:
-        """Return all rows of a kind, each with its node's id, but for those of this node."""
+        """Return the other nodes' rows of a kind, each with its node's id."""
         return [(node_id, row) for node_id in self._heard for row in self.by(node_id, kind)]
 
     def drop_rows(self, node_id: str, *, lasting: bool = True) -> None:
-        """Drop the rows of a node; with `lasting` those that `LAST`, too."""
+        """Drop a node's rows; `lasting`: also rows of kinds that `LAST`."""
         if lasting:
             self._heard.pop(node_id, None)
         for kind in [kind for kind in self._heard.get(node_id, ()) if not kind.LAST]:
@@ -513,7 +507,7 @@ class ReportTable:
             handler(node_id, row)
         heard.pop(row.about, None)
         heard[row.about] = report.number, None if report.over else row
-        for over in (True, False) if len(heard) > kind.MOST else ():  # of each the newest stay
+        for over in (True, False) if len(heard) > kind.MOST else ():  # keep the newest MOST of each
             of_these = [about for about, (_, there) in heard.items() if (there is None) is over]
             for about in of_these[: -kind.MOST]:
                 del heard[about]

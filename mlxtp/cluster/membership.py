@@ -1,9 +1,9 @@
-"""Presence of the known members. Pure: time comes in as an argument. `TRANSITIONS` has every legal change.
+"""Presence of the known members, without I/O or clock. `TRANSITIONS` has every legal change.
 
-A boot id is one start of an agent, an incarnation. The same one is back after a partition with a new link
-only. Another one is a restart: the one before is retired once it has no link, and never counts again. A
-process that has ended neither beats nor calls. So two machines have one identity, a copied home folder, when
-two incarnations beat at the same time, or one that is over keeps making links.
+A boot id names one start of an agent, an incarnation. After a partition, the same incarnation returns with a
+new link. A new boot id is a restart: the previous incarnation is retired once it has no link, and never
+counts again. If two incarnations beat at once, or a retired one keeps calling, two machines share one
+identity: a home folder was copied.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Timeouts:
     """Time limits, in seconds."""
 
     beat_s: float = 0.5
-    suspect_s: float = 1.5  #: of silence, after which a member is a suspect
-    dead_s: float = 3.0  #: and dead
-    broken_s: float = 1.5  #: within which a link that broke may come back
-    lag_s: float = 0.5  #: by which a tick of our own is late before we count as unwell
+    suspect_s: float = 1.5  #: of silence until a member is a suspect
+    dead_s: float = 3.0  #: of silence until it is dead
+    broken_s: float = 1.5  #: for a broken link to return
+    lag_s: float = 0.5  #: of delay of this node's own tick until it is unwell
 
 
 class MemberState(StrEnum):
@@ -54,7 +54,7 @@ class ChangeCause(StrEnum):
     ADMITTED = "admitted to the cluster"
 
 
-#: (state, cause) -> next state. A pair that is missing here does not happen.
+#: (state, cause) -> next state. Other pairs do not happen.
 TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
     (MemberState.AWAY, ChangeCause.LINKED): MemberState.ALIVE,
     (MemberState.SUSPECT, ChangeCause.LINKED): MemberState.ALIVE,
@@ -85,7 +85,7 @@ TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of a member's state. `boot_id` is the incarnation it is about, empty for none."""
+    """Change of a member's state. `boot_id` is its incarnation, or empty."""
 
     node_id: str
     before: MemberState
@@ -96,7 +96,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Two machines with one identity: their boot ids and addresses, in the order in which they came."""
+    """Two machines with one identity: their boot ids and addresses, the earlier first."""
 
     node_id: str
     boot_ids: tuple[str, str]
@@ -113,18 +113,16 @@ class MemberStatus:
 
     @property
     def present(self) -> bool:
-        """True when other nodes can count on this member. They cannot count on a suspect whose link broke."""
+        """True if other nodes can rely on this member: it is alive, or a suspect whose link is up."""
         return self.state is MemberState.ALIVE or (self.state is MemberState.SUSPECT and self.linked)
 
 
 # --- the members -----------------------------------------------------------------------------------------
 
-#: Boot ids remembered as over for each member. Older ones have no link left that could send a message.
-_RETIRED = 16
-_LINKS = 4  #: Links one member may have at once; more than one only while both ends dial, or after a restart.
-_PROOF_BEATS = 2  #: Beats of each incarnation, since both were here, that show that both live.
-#: Links of an incarnation that should be over which show that it lives: two may have been on their way.
-_PROOF_LINKS = 3
+_RETIRED = 16  #: Retired boot ids kept for each member. Older incarnations have no link left.
+_LINKS = 4  #: Links of one member at once: more than one while both ends dial, or after a restart.
+_PROOF_BEATS = 2  #: Beats of each of two incarnations that prove that both live.
+_PROOF_LINKS = 3  #: New links of a retired incarnation that prove that it lives: two may have been under way.
 
 
 @dataclass(slots=True)
@@ -141,16 +139,15 @@ class _Member:
     state: MemberState = MemberState.AWAY
     boot_id: str = ""
     last_heard: float = 0.0
-    broken: float | None = None  #: Time since which its incarnation has had no link, while it is a suspect.
+    broken: float | None = None  #: When a suspect's incarnation lost its last link.
     links: dict[int, _Link] = field(default_factory=dict)
-    #: Boot ids that are over, the oldest first, with the links that were made for them since.
-    retired: dict[str, int] = field(default_factory=dict)
+    retired: dict[str, int] = field(default_factory=dict)  #: Boot ids, oldest first: new links since.
 
     def linked(self, boot_id: str) -> bool:
         return any(link.boot_id == boot_id for link in self.links.values())
 
     def excuse(self, late_s: float, now: float) -> None:
-        """Add the time for which this node stood still: messages of that time may not have been read yet."""
+        """Excuse the time that this node stood still: it may not have read messages of that time yet."""
         self.last_heard = min(self.last_heard + late_s, now)
         if self.broken is not None:
             self.broken = min(self.broken + late_s, now)
@@ -164,11 +161,10 @@ class _Member:
 
 
 class LocalHealth:
-    """Health of this node's own loop: while it lags or just did, its judgement of others is doubtful."""
+    """Health of this node's own loop: while it lags, or just did, its judgment of others is doubtful."""
 
     def __init__(self, pace: Timeouts, now: float) -> None:
-        #: Seconds for which our own loop had stood still at the last tick. They count against no member.
-        self.stood_still_s = 0.0
+        self.stood_still_s = 0.0  #: Seconds that the loop stood still before the last tick.
         self._pace = pace
         self._last_tick = now
         self._unwell_until = now
@@ -182,7 +178,7 @@ class LocalHealth:
         return 1.0 if self.healthy else 2.0
 
     def tick(self, now: float) -> float:
-        """Return the seconds for which our own loop had stood still; 0 while it comes in time."""
+        """Return the seconds that the loop stood still; 0 if the tick is in time."""
         late_s = now - self._last_tick - self._pace.beat_s
         self._last_tick = now
         self.stood_still_s = late_s if late_s > self._pace.lag_s else 0.0
@@ -195,7 +191,7 @@ class Membership:
     """The members as node `self_id` sees them, since its start `boot_id` at `now`.
 
     The caller never reuses a link's number. It calls `tick` at every beat, and after any input that must take
-    effect at once, and then closes every link for which `counts` is false.
+    effect at once, and then closes every link whose `counts` is False.
     """
 
     def __init__(
@@ -231,7 +227,7 @@ class Membership:
     # --- events
 
     def admitted(self, node_id: str) -> None:
-        """Add a member, also one that was removed before. Raises UserError when there is no room."""
+        """Add a new or removed member. Raises UserError if there is no room."""
         if node_id == self.self_id:
             return
         member = self._members.get(node_id)
@@ -253,7 +249,7 @@ class Membership:
             self._move(member, ChangeCause.REMOVED)
 
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
-        """Add a link. False: close it; it is of a stranger, an incarnation that is over, or ourselves."""
+        """Add a link. Return False to close it: of a stranger, a retired incarnation, or this node."""
         if link in self._of_link:
             raise ValueError(f"link {link} is up already")
         if node_id == self.self_id:
@@ -280,7 +276,7 @@ class Membership:
             member.links[link].beats += 1
 
     def heard(self, link: int, now: float) -> None:
-        """Note that a message came over this link: beats may wait behind others that are read slower."""
+        """Note a message over this link: beats may wait behind slow messages."""
         if (member := self._of_link.get(link)) is None:
             return
         one = member.links[link]
@@ -313,7 +309,7 @@ class Membership:
             self._move(member, ChangeCause.GOODBYE)
 
     def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
-        """Judge silence, and return the changes since the last tick, in order."""
+        """Judge silence. Return the changes since the last tick, in order."""
         late_s = self.health.tick(now)
         for member in self._members.values():
             if late_s:
@@ -322,7 +318,7 @@ class Membership:
         events, self._events = tuple(self._events), []
         return events
 
-    # --- judgement
+    # --- judgment
 
     def _judge(self, member: _Member, now: float) -> None:
         pace, patience = self.pace, self.health.patience
@@ -343,7 +339,7 @@ class Membership:
             self._move(member, ChangeCause.GIVEN_UP)
 
     def _fall_back(self, member: _Member, now: float) -> bool:
-        """Return True when another incarnation has a link, which came first although it is the successor."""
+        """Switch to another linked incarnation: the successor's link may be up before this one's ends."""
         if not member.links:
             return False
         member.retire(member.boot_id)

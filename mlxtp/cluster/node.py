@@ -1,7 +1,7 @@
-"""This node among the others: its links, beats and rounds, and its share of the state of all.
+"""This node in the cluster: its links, beats and rounds, and its replica of the shared state.
 
-It knows nothing of models, groups and requests. Their parts register with `links` for messages, with `rounds`
-for steps, with `desired` for other deployments, and with `enrolment` for another roster.
+It knows nothing of models, groups and requests. Other parts register with `links` for messages, with `rounds`
+for steps, with `desired` for changed deployments, and with `enrolment` for a changed roster.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 # --- rounds: steps at intervals, and again after each change --------------------------------------------
 
-LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
-LONGEST_S = 0.2  #: The most seconds without a round after one that took so long.
-AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
+LEAST_S = 0.02  #: Least seconds between two rounds that only time causes.
+LONGEST_S = 0.2  #: Most seconds of a pause for requests after a round, which is as long as the round.
+AGAIN_S = 0.5  #: Seconds until the next round if a round's own steps change something.
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ class _Interval:
 
 
 class Rounds:
-    """Runs steps in the order in which they were added. `clock` is a monotonic time in seconds.
+    """Runs steps in the order of their addition. `clock` is a monotonic time in seconds.
 
-    A step that raises is logged, and runs again in the next round: an agent that ended would find the same
-    reports after its restart. `cut` ends the links of a member whose report was the cause.
+    A step that raises is logged, and runs again in the next round: after a restart, the agent would find the
+    same reports. `cut` ends the links of the member whose report was the cause.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Rounds:
     ) -> None:
         self._clock = clock
         self._cut = cut
-        self._logged = RepeatFilter(SAID_S)  # the next round may fail alike
+        self._logged = RepeatFilter(SAID_S)  # the next round may fail for the same reason
         self._intervals: list[_Interval] = []
         self._steps: list[Callable[[float], float | None]] = []
         self._wake = asyncio.Event()
@@ -79,18 +79,18 @@ class Rounds:
         first_s: float = 0.0,
         needed: Callable[[], object] = lambda: True,
     ) -> None:
-        """Have `act` called with the time at this interval, first in `first_s`, while it is `needed`."""
+        """Call `act` with the time at this interval, first in `first_s`, while it is `needed`."""
         self._intervals.append(_Interval(seconds, act, self._clock() + first_s, needed))
 
     def add(self, step: Callable[[float], float | None]) -> None:
-        """Have `step` called with the time in each round. It may return a time of the next round."""
+        """Call `step` with the time in each round. It may return the time of the next round."""
         self._steps.append(step)
 
     def wake(self) -> None:
         self._wake.set()
 
     def attempt(self, act: Callable[[], T], *members: str) -> T | None:
-        """Return the result of a step; None if it failed. It was about reports of these `members`."""
+        """Return the result of a step about reports of these `members`; None if it failed."""
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which `_log` logs
@@ -110,7 +110,7 @@ class Rounds:
         return min((each for each in found if each is not None), default=math.inf)
 
     def due(self, now: float) -> float:
-        """Run the intervals that are due, then all steps. Return the latest time of the next round."""
+        """Run due intervals, then all steps. Return the latest time of the next round."""
         self._wake.clear()
         for each in self._intervals:
             if now >= each.at and each.needed():
@@ -124,7 +124,7 @@ class Rounds:
         return min([until, *(each.at for each in self._intervals if each.needed())])
 
     async def run(self, after: Callable[[], Awaitable[object]]) -> None:
-        """Run until cancelled. `after` ends each round; a change during it begins another one."""
+        """Run until cancelled. `after` ends each round; a change during it begins another."""
         while True:
             until, took_s = self.due(began := self._clock()), self._clock() - began
             try:
@@ -134,14 +134,13 @@ class Rounds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until - self._clock(), 0.0)):
                     await self._wake.wait()
-            await asyncio.sleep(min(took_s, LONGEST_S))  # messages begin rounds: requests come between two
+            await asyncio.sleep(min(took_s, LONGEST_S))  # let requests run: messages begin rounds
 
 
 # --- the node -------------------------------------------------------------------------------------------
 
 BEAT_S = 0.5
-#: Where no other Mac can come, no change is waited for.
-AT_ONCE = Debounce(settle_s=0.0, settle_most_s=0.0, start_s=0.0)
+AT_ONCE = Debounce(settle_s=0.0, settle_most_s=0.0, start_s=0.0)  #: No other Mac can join.
 
 REMOVED = (
     "this Mac was removed from its cluster; "
@@ -154,9 +153,8 @@ CROWDED = (
 
 
 class Gossip:
-    """Exchange of this node's replica: beats show what a member lacks, and then it is sent.
-
-    `changed` is called when a beat changes who coordinates, or who is about to stop.
+    """Exchange of replicas: a beat shows what a member lacks, and this node sends that. Calls `changed` when
+    a beat changes the coordinator, or the nodes about to stop.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class Gossip:
         self._replica = replica
         self._changed = changed
         links.on(self._received, Beat)
-        # A member with this beat has all reports of this node, also those of `links`: it may decide.
+        # After this beat, a member has all of this node's reports, and may decide.
         links.on_up.insert(0, lambda link: link.send(self._beat()))
 
     def beat(self) -> None:
@@ -200,9 +198,9 @@ class Gossip:
 
 
 class ClusterNode:
-    """Implements `links.LinkGate`. Everything runs in one event loop; `live` is its main task.
+    """This node, in one event loop; `live` is its main task. Implements `links.LinkGate`.
 
-    `http` is its endpoint's URL; `listens_at` returns addresses of its control port; `home` has its state.
+    `http` is its endpoint's URL; `listens_at` returns its control port's addresses; `home` has its state.
     """
 
     def __init__(
@@ -248,7 +246,7 @@ class ClusterNode:
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
         self.desired = DesiredDeployments(self.replica, self.links, self.changed, self.name_of)
         self._saving = Saving(home, self.links.reports)
-        #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
+        #: Done when this agent must end: as the node is no longer a member, or with a bug's error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
         self.enrolment.on_change(self._roster_changed)
@@ -291,7 +289,7 @@ class ClusterNode:
         return not self.settings.cluster
 
     def name_of(self, node_id: str) -> str:
-        """Return the name under which a node was let in, for users; of two that have one, with its id."""
+        """Return a node's name at its admission, for users; with its id if two nodes have that name."""
         if node_id == self.node_id:
             return self.name
         names = self.replica.names
@@ -302,7 +300,7 @@ class ClusterNode:
     # --- changes -------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Broadcast that this node is about to stop, so that the others plan without it."""
+        """Broadcast that this node is about to stop, so that other nodes plan without it."""
         self.leadership.drain()
         self.gossip.beat()
         self.changed()
@@ -322,7 +320,7 @@ class ClusterNode:
         await self.rounds.run(self.save)
 
     async def save(self) -> str:
-        """Write the state of this node, unless the file has it. Return the problem, as `Saving.save` does."""
+        """Write this node's state, as `Saving.save`."""
         return await self._saving.save(
             SavedState(self.leadership.persistent_state(), self.dialing.remembered())
         )
@@ -341,7 +339,7 @@ class ClusterNode:
     def opened(self, link: ControlLink) -> bool:
         hello, now = link.hello, time.monotonic()
         if self.replica.roster.members().get(link.node_id) is None:
-            try:  # its certificate proves its admission, which no member has reported yet
+            try:  # its certificate proves an admission that no member has reported yet
                 self.enrolment.admit(hello.node_id, hello.name, link.fingerprint, address=link.remote)
             except UserError as error:
                 log.warning("%s", error.detail)
@@ -418,6 +416,6 @@ class ClusterNode:
 
 
 def _retrieved(over: asyncio.Future[None]) -> None:
-    """Mark the error as retrieved: it was logged where it came up, and a stopping agent never reads it."""
+    """Mark the error as retrieved: it was logged already, and a stopping agent never reads it."""
     if not over.cancelled():
         over.exception()

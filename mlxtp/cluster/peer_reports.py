@@ -1,4 +1,4 @@
-"""Reports between agents: their machines, and the round-trip times of their links."""
+"""Reports between agents on their machines and on round-trip times of links."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
 
 
 class MachineReports:
-    """Reads this machine in the background, one reading at a time, and reports it to the others.
-
-    `counted` adds to a reading what this agent counts itself.
+    """Reads this machine in the background, one reading at a time, and reports it to other nodes. `counted`
+    adds this agent's own counts.
     """
 
     def __init__(
         self, node: ClusterNode, counted: Callable[[Machine], Machine] = lambda machine: machine
     ) -> None:
         self._counted = counted
-        self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
+        self._rewired = False  #: Addresses changed, and maybe cables, too.
         self._node = node
         by_hand = tuple(node.settings.rdma)[:MAX_BY_HAND]
         node.links.reports.publish(Machine, replace(self._machine, by_hand=by_hand))
@@ -49,7 +48,7 @@ class MachineReports:
         self._looking: asyncio.Task[None] | None = None
         self._read_due = False
         self._asked_by: set[str] = set()  #: Members that requested a report.
-        self._awaited: set[str] = set()  #: Members whose report `read_machine_now` waits for.
+        self._awaited: set[str] = set()  #: Members whose reports `read_machine_now` awaits.
         self._reported = asyncio.Event()
         node.links.on(self._wanted, MachineWanted)
         node.links.reports.on(lambda node_id, _machine: self._heard_of(node_id), Machine)
@@ -69,18 +68,16 @@ class MachineReports:
         links.reports.publish(Machine, replace(self._machine, reached=reached))
 
     def rewired(self) -> None:
-        """Read everything again: this machine's addresses changed, so its cables may have, too."""
+        """Read everything again, because this machine's addresses changed."""
         self._rewired = True
         self.read_again()
 
     def _wanted(self, link: ControlLink, _message: MachineWanted) -> None:
-        """Read the machine for a member, and report it even if nothing changed."""
         self._asked_by.add(link.node_id)
         self.read_again()
 
     def _ended(self, _link: ControlLink, message: EndEpoch) -> None:
-        """Read the machine after a group failed: a cable may be out."""
-        if not message.in_order:
+        if not message.in_order:  # the group failed: a cable may be out
             self.read_again()
 
     def _heard_of(self, node_id: str) -> None:
@@ -88,10 +85,10 @@ class MachineReports:
         self._reported.set()
 
     async def read_machine_now(self, nodes: Iterable[str]) -> None:
-        """Read this machine again and have the others of `nodes` report theirs, including RDMA ports."""
+        """Read this machine again, and have the other `nodes` report theirs, including RDMA ports."""
         links = self._node.links
         for node_id in links.nodes() & set(nodes):
-            with contextlib.suppress(MlxtpError):  # it has just gone
+            with contextlib.suppress(MlxtpError):  # its link just ended
                 links.send(node_id, MachineWanted())
                 self._awaited.add(node_id)
         looking = self.read_again()
@@ -104,7 +101,7 @@ class MachineReports:
         self._awaited.clear()
 
     def read_again(self) -> asyncio.Task[None]:
-        """Read this machine in the background; if a reading is under way, read once more after it."""
+        """Read this machine in the background; if a reading is under way, read again after it."""
         self._read_due = True
         if self._looking is None or self._looking.done():
             self._looking = self._background.start(self._read(), "reading this machine")
@@ -130,31 +127,30 @@ class MachineReports:
                 node.changed()
                 continue
             for node_id in asked_by:
-                with contextlib.suppress(MlxtpError):  # it is gone
+                with contextlib.suppress(MlxtpError):  # its link ended
                     node.links.send(node_id, node.links.reports.report(machine))
 
 
 # --- round-trip times ------------------------------------------------------------------------------------
 
 ASK_S = 2.0
-#: Trips of half a minute: the best of them is the link's time, the others were held up in an agent.
-_KEPT = 15
+_KEPT = 15  #: Trips of half a minute: the best is the link's time, because agents delayed the others.
 
 
 class RoundTripTimes:
-    """Measures round trips: requests go out every ASK_S, replies at once. Times are of a monotonic clock."""
+    """Measures round trips, every ASK_S. Times are of a monotonic clock."""
 
     def __init__(self, node: ClusterNode) -> None:
         self._node_id = node.node_id
         self._links = node.links
-        self._asked: dict[str, int] = {}  #: By node id: the open request, named by its time in microseconds.
+        self._asked: dict[str, int] = {}  #: Open request by node id, named by its time in microseconds.
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
         node.links.on(lambda link, echo: self.received(link, echo, time.monotonic()), Echo)
         node.rounds.every(ASK_S, self.measure, needed=node.links.nodes)
         node.rounds.every(REPORT_S, lambda _now: self.report(), first_s=REPORT_S, needed=node.links.nodes)
 
     def measure(self, now: float) -> None:
-        """Send a request to every node that has a link."""
+        """Send a request over every link."""
         nodes, asked_us = self._links.nodes(), round(now * 1e6)
         for gone in self._took.keys() - nodes:
             del self._took[gone]
@@ -162,11 +158,11 @@ class RoundTripTimes:
         self._links.broadcast(Echo(asked_us, False))
 
     def report(self) -> None:
-        """Report the best trips. Rarely: they waver, and each row that changes begins a round everywhere."""
+        """Report the best trips; rarely, because each changed row begins a round at every node."""
         self._links.reports.publish(RoundTrip, *(RoundTrip(node, min(us)) for node, us in self._took.items()))
 
     def received(self, link: ControlLink, echo: Echo, now: float) -> None:
-        """Reply to a request; count a reply only if it is to the last request."""
+        """Reply to a request; count a reply only to the last request."""
         node_id = link.node_id
         if not echo.answer:
             with contextlib.suppress(MlxtpError):
@@ -176,7 +172,7 @@ class RoundTripTimes:
             self._took[node_id].append(min(max(round(now * 1e6) - echo.asked_us, 0), MAX_TRIP_US))
 
     def between(self, a: str, b: str) -> int | None:
-        """Return the round trip in microseconds, as either node measured it; None if neither has."""
+        """Return the round trip in microseconds that either node measured, or None."""
         if self._node_id in (a, b):
             return min(self._took.get(b if a == self._node_id else a, ()), default=None)
         table = self._links.reports

@@ -1,8 +1,8 @@
-"""The one planner: which group runs on which Macs, in which order, over which fabric. Pure.
+"""The planner of the whole cluster: assigns groups to Macs and fabrics, without I/O or clock.
 
-What runs well keeps its Macs. Each deployment gets one group first, in order, and then its replicas: on a Mac
-of its own, else free Macs together, else beside other groups. Macs that are left go to the first that gain by
-them. The memory of a Mac is one account; agents on one machine share one.
+A group that runs well keeps its Macs. In order, each deployment gets one group, then its replicas: on a free
+Mac, else on several free Macs, else next to other groups. The first deployments that gain from the remaining
+Macs get them. Each Mac has an account of its memory; agents on one machine share it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,35 @@ from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import Deployment, GroupAssignment
 from .cluster_state import most_groups
 
-#: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
-MOST_PLANNED = 12
-MUCH = 1.1  #: Factor by which another place must be faster to be worth a word: estimates waver.
+MOST_PLANNED = 12  #: Fastest Macs to consider for a group: the time of a search grows with the square.
+MUCH = 1.1  #: Factor of speed that makes another place worth reporting: estimates are rough.
 _IN_USE = "in use by another group"  #: State of RDMA on a Mac.
 
 
 @dataclass(frozen=True)
 class WantedDeployment:
-    """One row, and what is known of its model."""
+    """A row, and the known facts of its model."""
 
     row: Deployment
     options: PlacementOptions  #: with `nodes` as the row has it
-    shape: ModelShape | None = None  #: None until a Mac has read the configuration; then the size counts
+    shape: ModelShape | None = None  #: None until a Mac has read the configuration
     weight_bytes: int = 0  #: 0 while unknown
-    lacks: Mapping[str, str] = field(default_factory=dict)  #: by node id: why a Mac cannot load the model
-    unused_s: float = 0.0  #: since its last request, or another number that orders deployments alike
-    tried: tuple[FailedGroup, ...] = ()  #: failed at any time; nothing that runs is moved there
+    lacks: Mapping[str, str] = field(default_factory=dict)  #: why a Mac cannot load the model, by node id
+    unused_s: float = 0.0  #: since its last request, or a number with the same order of deployments
+    tried: tuple[FailedGroup, ...] = ()  #: failed at any time: no running group moves there
 
     def with_failed(self, failed: tuple[FailedGroup, ...]) -> WantedDeployment:
         return replace(self, options=replace(self.options, failed=failed))
 
     @cached_property
     def planned(self) -> ModelShape:
-        """Its shape; one that cannot be divided stands for a model of which only the size is known."""
+        """Its shape; without one, an indivisible shape of its size."""
         return self.shape or unknown_shape(self.row.name, self.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One group as its owner reports it."""
+    """A group as its owner reports it."""
 
     group: str
     ranks: tuple[str, ...]  #: node ids in rank order, the owner first; () between two epochs
@@ -69,13 +68,13 @@ class GroupReport:
     ready: bool = True
     open_requests: int = 0
     held_bytes: Mapping[str, int] = field(default_factory=dict)  #: counts while the model's size is unknown
-    used: bool = True  #: it was asked something since it is ready
-    between: bool = False  #: it has no epoch, and is about to
+    used: bool = True  #: it has had a request since it became ready
+    between: bool = False  #: it is about to form an epoch
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A group that failed too often for this version of its row, until an agent starts beside `boots`."""
+    """A group that failed too often, until its row has another version, or an agent not in `boots` starts."""
 
     reason: str
     version: int
@@ -84,7 +83,7 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PlaceView:
-    """All inputs of a decision. Of two reports of a group the first that suits its row counts."""
+    """All inputs of a decision. If a group has two reports, the first that suits its row counts."""
 
     members: Sequence[MemberMachine]
     wanted: Sequence[WantedDeployment]  #: in the order of deployments
@@ -92,14 +91,14 @@ class PlaceView:
     draining: Collection[str] = frozenset()
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    #: By group: its place in the decision before, which may be about to form.
+    #: Places in the previous decision, by group: it may be about to form there.
     places: Mapping[str, GroupAssignment] = field(default_factory=dict)
-    macs: int = 0  #: number of members, also those that are away
+    macs: int = 0  #: number of members, present or not
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceDecision:
-    """Assignments in the order of deployments, without what the coordinator adds to them."""
+    """Assignments in the order of deployments, which the coordinator completes."""
 
     assignments: tuple[GroupAssignment, ...]
     gives_way: tuple[str, ...] = ()  #: deployments to remove because others need the room
@@ -107,7 +106,7 @@ class PlaceDecision:
 
 
 def place(view: PlaceView) -> PlaceDecision:
-    """Return which group runs where. The same view always gives the same decision."""
+    """Return the place of each group. Equal views give equal decisions."""
     packing = _Packing(view)
     packing.keep()
     for wanted in view.wanted:
@@ -123,17 +122,14 @@ def place(view: PlaceView) -> PlaceDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
-
-    `kept`: it runs there. The rest as in `GroupAssignment`.
-    """
+    """Place of a group. Other fields as in `GroupAssignment`."""
 
     ranks: tuple[str, ...]
-    each: tuple[int, ...]
-    kv: int
+    each: tuple[int, ...]  #: Bytes that each rank needs.
+    kv: int  #: Bytes of these for KV caches, at least.
     kind: str = ALONE
     split: tuple[int, ...] = ()
-    kept: bool = False
+    kept: bool = False  #: It runs there.
     faster: str = ""
     notes: tuple[str, ...] = ()
 
@@ -143,13 +139,13 @@ def _seat_of(ranks: tuple[str, ...], memory: Sequence[RankMemory]) -> _Seat:
 
 
 class _Seats:
-    """Seats of groups, and the account of each Mac, by node id. `shared`: one account for all."""
+    """Seats of groups, and each Mac's account of memory; `shared`: one account for all Macs."""
 
     def __init__(self, usable: Mapping[str, int], *, shared: bool) -> None:
         self.usable = usable
         self.shared = shared
         self.of: dict[str, _Seat] = {}
-        self.on: dict[str, set[str]] = {node: set() for node in usable}  #: Groups with a rank there.
+        self.on: dict[str, set[str]] = {node: set() for node in usable}  #: Groups with a rank on a Mac.
         self._taken = dict.fromkeys(usable, 0)
 
     def put(self, group: str, seat: _Seat) -> None:
@@ -172,18 +168,20 @@ class _Seats:
             self.put(group, before[group])
 
     def left(self, node: str) -> int:
-        """Return the bytes of this Mac that are not set aside; less than 0 if memory has shrunk."""
+        """Return a Mac's bytes that are not set aside; negative if its memory shrank."""
         return self.usable[node] - self._taken[node]
 
     def kv_mib(self, seat: _Seat) -> int:
-        """Return a rank's room for KV caches: the least, and an equal share of what its Mac has left."""
+        """Return a rank's limit of KV caches: its least need, and an equal share of its Mac's free memory.
+        0 if no Mac has a rank of another group.
+        """
         ranks = {n: sum(map(len, self.on.values())) if self.shared else len(self.on[n]) for n in seat.ranks}
         if max(ranks.values()) == (len(seat.ranks) if self.shared else 1):
             return 0
         return max(1, seat.kv + min(max(0, self.left(n) // ranks[n]) for n in ranks) >> 20)
 
     def movable(self, node: str) -> str:
-        """Return the group on this Mac, if it is the only one, needs no other Mac and does not run yet."""
+        """Return the only group on this Mac, if it uses no other Mac and does not run yet; else ""."""
         there = "" if self.shared or len(self.on[node]) != 1 else next(iter(self.on[node]))
         return there if there and not self.of[there].kept and len(self.of[there].ranks) == 1 else ""
 
@@ -194,7 +192,7 @@ class _Seats:
 
 
 class _Facts:
-    """A view, looked up: members with the preferred first, the best report of each group, what ranks need."""
+    """Derived facts of a view: members by preference, the best report of each group, needs of ranks."""
 
     def __init__(self, view: PlaceView) -> None:
         self.view = view
@@ -208,21 +206,20 @@ class _Facts:
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
-        self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
+        self.reports: dict[str, GroupReport] = {}  #: The best report of each group.
         for each in sorted(self._known(), key=lambda report: (not self.suits(report), not report.ready)):
             self.reports.setdefault(each.group, each)
         self.most = most_groups([each.row for each in view.wanted], max(view.macs, len(view.members)))
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
         turns = (each for groups in self.groups.values() for each in enumerate(groups))
-        #: Places of groups in the order in which they are seated: replicas come after all first groups.
+        #: Turns of groups to be seated: all first groups, then replicas.
         self.turn = {
             group: turn for turn, (_, group) in enumerate(sorted(turns, key=lambda each: each[0] > 0))
         }
 
     def _known(self) -> Iterator[GroupReport]:
-        """Yield the reports of wanted groups; those that are not ready are where their owners form them.
-
-        One that is on its way to end, because another owner has the group now, does not count.
+        """Yield the reports of wanted groups. A group that is not ready counts where its owner is to form it,
+        and not at all at an earlier owner.
         """
         for report in self.view.running:
             place = self.view.places.get(report.group)
@@ -243,7 +240,7 @@ class _Facts:
         return [n for n in order if n not in self.view.draining and (not on or n in on)]
 
     def _groups(self, wanted: WantedDeployment) -> list[str]:
-        """Return the ids of the groups that are wanted: what runs well, what else runs, new ones."""
+        """Return the ids of the wanted groups: groups that run well, other running groups, new groups."""
         name, reports = wanted.row.name, self.reports
         count = min(wanted.row.replicas or max(1, len(self.allowed[name])), self.most[name])
         running = {group for group in reports if _name(group) == name}
@@ -265,7 +262,7 @@ class _Facts:
         return place is not None and place.again != self.by_name[_name(group)].row.again
 
     def _moves_on(self, group: str) -> bool:
-        """Return whether a person's word has given it another place than the one where it still runs."""
+        """Return True if it still runs, but has another place since users requested a new placement."""
         report, place = self.reports.get(group), self.view.places.get(group)
         if report is None or place is None or not (report.ready and self.by_name[_name(group)].row.again):
             return False
@@ -299,11 +296,11 @@ class _Facts:
         return given.reason if given and given.version == wanted.row.version and boots <= given.boots else ""
 
     def _need(self, name: str, size: int, split: tuple[int, ...] = ()) -> _Seat:
-        """Return what each of so many ranks needs, or those of a pipeline, without the Macs."""
+        """Return a seat without Macs: the needs of so many ranks, or of a pipeline's stages."""
         wanted, any_member = self.by_name[name], next(iter(self.members.values()))
         shape = wanted.planned
         context = min(wanted.options.max_context or DEFAULT_CONTEXT, shape.max_context)
-        if (len(split), sum(split)) == (size, shape.layers):  # not where one machine has several ranks
+        if (len(split), sum(split)) == (size, shape.layers):  # not if one machine has several ranks
             cut = [rank_memory(any_member, shape.stage(*layers), 1, context) for layers in stages(split)]
             return _seat_of((), cut)
         return _seat_of((), [rank_memory(any_member, shape, size, context)] * size)
@@ -313,13 +310,13 @@ class _Facts:
         return left_out((self.members[node].name, lacks.get(node, "")) for node in self.allowed[name])
 
     def must(self, group: str) -> str:
-        """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
+        """Return the preferred owner of a group: the present owner, else the last assigned; may be ""."""
         report = self.reports.get(group)
         if self.again(group):
             return ""
         stay = self.members.keys() - self.view.draining
         if report and not self._moves_on(group) and stay >= set(report.ranks):
-            return report.ranks[0]  # not as its row has it now: it changes it in place
+            return report.ranks[0]  # even if its row changed: the owner forms it again in place
         place = self.view.places.get(group)
         return place.owner if place else ""
 
@@ -334,9 +331,9 @@ class _Packing:
     # --- groups that run -----------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Seat the groups that run well where they run; one that forms again, over the best fabric there.
+        """Seat groups that run well where they run; if they form again, over the best fabric of their Macs.
 
-        Of two replicas on one Mac, which a coordinator that did not know the first has made, one moves.
+        If a coordinator put two replicas on one Mac, unaware of the first, one of them moves.
         """
         for groups in self.facts.groups.values():
             for group in [each for each in groups if self.facts.well(each)]:
@@ -362,7 +359,7 @@ class _Packing:
         )
 
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
-        """Leave a group on Macs that are about to stop, or that it was to leave, if it has no other place."""
+        """Leave a group without another place where it runs, even if these Macs are about to stop."""
         report, on = self.facts.reports.get(group), wanted.row.on or self.facts.members
         if group in self.seats.of or report is None:
             return
@@ -378,12 +375,12 @@ class _Packing:
     # --- new groups ----------------------------------------------------------------------------------
 
     def seat_first(self, wanted: WantedDeployment) -> None:
-        """Seat one group of a deployment; replicas and deployments after it give way if it needs the room."""
+        """Seat one group of a deployment; if it needs room, replicas and later deployments give way."""
         groups = self.facts.groups[wanted.row.name]
         if wanted.row.name in self.gone or any(group in self.seats.of for group in groups):
             return
         group = next((each for each in groups if not self.facts.given_up(wanted, each)), "")
-        # Where all that is left has failed before, it may have passed.
+        # If all remaining places failed before, try one of them: the cause may have passed.
         if group and not (
             self._seat(wanted, group)
             or (wanted.options.failed and self._seat(wanted.with_failed(()), group))
@@ -401,7 +398,7 @@ class _Packing:
                 self._linger(wanted, group)
 
     def _pool(self, wanted: WantedDeployment) -> list[str]:
-        """Return the Macs that may serve another group of a deployment, the preferred first."""
+        """Return the Macs that may run another group of a deployment, by preference."""
         groups = set(self.facts.groups[wanted.row.name])
         return [
             node
@@ -410,9 +407,9 @@ class _Packing:
         ]
 
     def _seat(self, wanted: WantedDeployment, group: str) -> bool:
-        """Seat a group: alone on a free Mac, on several free ones, beside another group, or over all.
+        """Seat a group: on a free Mac, on several free Macs, next to another group, or over all Macs.
 
-        Where a way to share is set, the ways over several Macs come first.
+        If the deployment sets how Macs share the model, try several Macs first.
         """
         seats, pool, options = self.seats, self._pool(wanted), wanted.options
         if not wanted.planned.weight_bytes or not pool:
@@ -431,19 +428,18 @@ class _Packing:
                 return True
         need = self.facts.need(wanted.row.name, 1)
         if alone and (able := [node for node in pool if seats.left(node) >= need.each[0]]):
-            best = min(able, key=lambda node: len(seats.on[node]))  # the preferred one of these
+            best = min(able, key=lambda node: len(seats.on[node]))  # the first of equals is preferred
             seats.put(group, replace(need, ranks=(best,)))
             return True
         return self._spread(wanted, group, pool)
 
     def _alone(self, group: str) -> bool:
-        """Give a group a Mac of its own; groups that do not run yet move on to other free ones for it.
-
-        The earliest group that moves comes as late as possible.
+        """Give a group a Mac of its own; groups that do not run yet may move to other free Macs for it, late
+        groups rather than early ones.
         """
         seats, mover = self.seats, group
-        comes: dict[str, str] = {}  #: By node, the group that would move there.
-        front: list[tuple[int, str]] = []  #: Macs whose group may move on; the latest group is first.
+        comes: dict[str, str] = {}  #: The group that would move to a Mac, by node id.
+        front: list[tuple[int, str]] = []  #: Macs whose group may move on, the latest group first.
         while True:
             must, need = self.facts.must(mover), self.facts.need(_name(mover), 1)
             pool = [n for n in self._pool(self.facts.by_name[_name(mover)]) if n not in comes]
@@ -459,7 +455,7 @@ class _Packing:
             (mover,) = seats.on[heappop(front)[1]]
 
     def _move(self, group: str, node: str, comes: Mapping[str, str]) -> None:
-        """Seat a group on a free Mac, and on the one that it leaves the group that comes there."""
+        """Seat a group on a free Mac, and its successor of `comes` on the Mac that it leaves, and so on."""
         while True:
             before = self.seats.of.get(group)
             self.seats.put(group, replace(self.facts.need(_name(group), 1), ranks=(node,)))
@@ -469,7 +465,7 @@ class _Packing:
             group = comes[node]
 
     def _spread(self, wanted: WantedDeployment, group: str, pool: Sequence[str], *, fewest: int = 1) -> bool:
-        """Seat a group where the planner has it among these Macs, unless that is on less than `fewest`."""
+        """Seat a group at the planner's choice among these Macs, if that has at least `fewest` Macs."""
         shape, name, must = wanted.planned, wanted.row.name, self.facts.must(group)
         left = {node: self.seats.left(node) for node in pool}
         sizes = [n for n in range(fewest, min(MAX_RANKS, len(pool)) + 1) if not shape.obstacles(n)]
@@ -480,7 +476,7 @@ class _Packing:
         if shape.cuttable and wanted.options.parallel != "tensor" and len(pool) > 1:
             least = shape.weight_bytes // shape.layers  # of a stage of one layer
         elif not any(sum(room >= need for room in left.values()) >= n for n, need in needs.items()):
-            return False  # the planner needs longer to find that
+            return False  # much faster than a plan
         able = [node for node in pool if left[node] >= least]
         if sum(left[node] for node in able) < shape.weight_bytes:
             return False
@@ -495,7 +491,7 @@ class _Packing:
         return True
 
     def _plan(self, wanted: WantedDeployment, nodes: Sequence[str], must: str = "") -> Placement:
-        """Return the planner's choice among these Macs, with what other groups leave of them."""
+        """Return the planner's choice among these Macs, with the memory that other groups leave."""
         members, seats = [], self.seats
         for node in nodes:
             member = replace(self.facts.members[node], taken_bytes=seats.usable[node] - seats.left(node))
@@ -505,7 +501,7 @@ class _Packing:
         return plan(members, wanted.planned, must, wanted.options)
 
     def _refusal(self, wanted: WantedDeployment) -> str:
-        """Return why another group of a deployment has no place, with a number."""
+        """Return why another group of a deployment has no place."""
         allowed, groups = self.facts.allowed[wanted.row.name], set(self.facts.groups[wanted.row.name])
         if not wanted.planned.weight_bytes and not wanted.lacks.keys() >= set(allowed):
             return f"the size of its model is known on 0 of {len(self.facts.members)} Macs"
@@ -517,7 +513,7 @@ class _Packing:
             why = f"{macs} that may serve it has a group of it"
             several = any(len(seat.ranks) > 1 for group, seat in self.seats.of.items() if group in groups)
             return why + several * "; `mlxtp serve MODEL --nodes 1` has a group use one Mac"
-        # Those that lack the model come first: people can mend that.
+        # Macs without the model first: users can fix that.
         left.sort(key=lambda node: (node not in wanted.lacks, -self.seats.left(node), node))
         left = left[:MAX_RANKS]
         why = self._plan(wanted, left).reason
@@ -527,7 +523,7 @@ class _Packing:
         return why
 
     def part(self) -> None:
-        """Move new groups that share a Mac, although one that they can have for themselves is still free."""
+        """Move new groups that share a Mac although they could have a free Mac."""
         for group in [each for groups in self.facts.groups.values() for each in groups]:
             seat = self.seats.of.get(group)
             if seat and not seat.kept and len(seat.ranks) == 1 and len(self.seats.on[seat.ranks[0]]) > 1:
@@ -536,7 +532,7 @@ class _Packing:
     # --- room ----------------------------------------------------------------------------------------
 
     def _make_room(self, wanted: WantedDeployment, group: str) -> bool:
-        """Seat a group in place of as few others as need be; else leave all as it is."""
+        """Seat a group in place of as few others as possible; if impossible, change nothing."""
         before, units = dict(self.seats.of), self._giving_way(wanted)
 
         def fits(without: Sequence[tuple[str, ...]]) -> bool:
@@ -557,7 +553,7 @@ class _Packing:
         return True
 
     def _giving_way(self, wanted: WantedDeployment) -> list[tuple[str, ...]]:
-        """Return groups that may give way, in turn: replicas, then whole deployments by their last use."""
+        """Return the groups that may give way, in turn: replicas, then whole deployments by disuse."""
         place = self.view.wanted.index(wanted)
         replicas, whole = [], []
         for i, other in enumerate(self.view.wanted):
@@ -573,7 +569,7 @@ class _Packing:
     # --- the result ----------------------------------------------------------------------------------
 
     def extend(self) -> None:
-        """Let the first deployments that may use more have Macs without a group."""
+        """Give Macs without a group to the first deployments that can use more."""
         free = [n for n in self.facts.order if not self.seats.on[n] and n not in self.view.flapping]
         for wanted in self.view.wanted:
             group = next((g for g in self.facts.groups[wanted.row.name] if g in self.seats.of), "")
@@ -599,16 +595,16 @@ class _Packing:
             free = [node for node in free if not self.seats.on[node]]
 
     def _moves(self, wanted: WantedDeployment, report: GroupReport, after: _Seat, *, faster: bool) -> bool:
-        """Return whether a running group takes the place that was found for it among more Macs."""
+        """Return whether a running group moves to a place with more Macs."""
         if not report.ready or len(after.ranks) <= len(report.ranks):
             return False
         ports = (port for node in after.ranks for port in self.facts.members[node].machine.ports)
         if report.kind in JACCL and any(is_scarce(port.formations) for port in ports):
-            return False  # it works, and its place may be one that cannot form
+            return False  # it works, and might not form at the new place
         return wanted.options.nodes == "all" or (faster and not report.used and not report.open_requests)
 
     def _faster(self, wanted: WantedDeployment, before: _Seat, after: _Seat) -> str:
-        """Return in words how much sooner a group would answer in another place; empty if not by much."""
+        """Return in words how much faster another place is; empty if not much."""
         times = []
         for seat in (before, after):
             options = replace(wanted.options, nodes=len(seat.ranks), split=seat.split, failed=())
@@ -647,7 +643,7 @@ class _Packing:
 
 
 def without_rdma(member: MemberMachine) -> MemberMachine:
-    """Return a Mac whose RDMA devices serve another group. A device serves one."""
+    """Return a Mac without RDMA, because another group uses its devices."""
     return replace(member, machine=replace(member.machine, rdma=_IN_USE))
 
 

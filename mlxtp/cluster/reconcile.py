@@ -1,8 +1,8 @@
-"""Decision of a group's owner on its next action, and on the orders that other nodes may refuse. Pure.
+"""Decisions of a group's owner on its next action, and of other nodes on its orders; no I/O or clock.
 
-`decide` maps one `GroupView` to one action; the same view always gives the same action. The coordinator
-assigns ranks to a group (`place.py`). The owner is rank 0, and forms the epochs of the group as assigned.
-Losing the coordinator ends no epoch: the owner keeps the assignment that it has.
+`decide` maps a `GroupView` to an action; equal views give equal actions. The coordinator assigns ranks to a
+group (`place.py`). The owner is rank 0, and forms the group's epochs. If the coordinator is lost, the owner
+keeps its assignment, and no epoch ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .membership import MemberState, MemberStatus
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Purpose of an epoch: a model, on these nodes in rank order. The rest as in `GroupAssignment`."""
+    """Model of an epoch, and its ranks, as in `GroupAssignment`."""
 
     model: str
     ranks: tuple[str, ...]
@@ -26,12 +26,12 @@ class GroupForm:
 
 @dataclass(frozen=True, slots=True)
 class NoAction:
-    """Do nothing: all is as it should be, or another node decides."""
+    """No action: all is well, or another node decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormEpoch:
-    """Form epoch `number`; `boots` are the boot ids of its nodes, in rank order."""
+    """Formation of epoch `number`. `boots` are the boot ids of its nodes, in rank order."""
 
     number: int
     form: GroupForm
@@ -40,7 +40,7 @@ class FormEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StopEpoch:
-    """End the epoch that this node owns. `lost`: the node that it needs and that is gone."""
+    """End of this node's epoch. `lost`: a needed node that is gone."""
 
     reason: str
     lost: str = ""
@@ -48,7 +48,7 @@ class StopEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Decide again at `until`, or when something changes. `for_requests`: some are open. `lacks`: a node."""
+    """Wait until `until`, or a change; `for_requests`: for open requests; `lacks`: for a node."""
 
     reason: str
     until: float = math.inf
@@ -61,17 +61,17 @@ Action = NoAction | FormEpoch | StopEpoch | Wait
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Inputs of a decision that groups and requests have."""
+    """Inputs of a decision from groups and requests."""
 
-    assignee: str = ""  #: node that owns the group, as the coordinator assigned it
-    model: str = ""  #: to serve; empty once its deployment has no place for it
-    form: GroupForm | None = None  #: as what it is to run, where this node owns it; else `refusal` has why
-    refusal: str = ""
-    running: FormEpoch | None = None  #: the epoch that this node owns, as it was formed
-    ready: bool = False  #: it serves
-    open_requests: int = 0  #: that it has
-    others: Mapping[str, int] = field(default_factory=dict)  #: those of epochs ready elsewhere, by owner
-    waiting_since: float | None = None  #: since when a decision has waited for open requests to end
+    assignee: str = ""  #: owner of the group by the coordinator's assignment
+    model: str = ""  #: of its deployment; empty once that ended
+    form: GroupForm | None = None  #: form to run in, if this node owns the group
+    refusal: str = ""  #: why there is no `form`
+    running: FormEpoch | None = None  #: this node's epoch, as formed
+    ready: bool = False  #: this epoch serves
+    open_requests: int = 0  #: of this epoch
+    others: Mapping[str, int] = field(default_factory=dict)  #: the same of ready epochs elsewhere, by owner
+    waiting_since: float | None = None  #: when a decision began to wait for open requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class GroupView(Situation):
     now: float
     self_id: str
     statuses: Mapping[str, MemberStatus]
-    epoch: int = 0  #: the highest number of one so far
-    unrest: Wait | None = None  #: while members come and go, or have yet to report: no group is formed
+    epoch: int = 0  #: the highest number so far
+    unrest: Wait | None = None  #: form no group while members come and go, or have yet to report
     patience_s: float = 10.0  #: for open requests
     names: Mapping[str, str] = field(default_factory=dict)
-    draining: frozenset[str] = frozenset()  #: about to stop; this node perhaps among them
+    draining: frozenset[str] = frozenset()  #: nodes about to stop, perhaps this node
 
     @property
     def assigned(self) -> bool:
@@ -113,15 +113,14 @@ def decide(view: GroupView) -> Action:
 
 
 def drained_by(view: GroupView) -> tuple[str, ...]:
-    """Return the nodes about to stop in this node's own epoch, which then takes no new requests."""
+    """Return the nodes of this node's epoch that are about to stop: it then takes no new requests."""
     mine = view.running
     return tuple(node_id for node_id in mine.form.ranks if node_id in view.draining) if mine else ()
 
 
 def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
-    """Return why to take no part in epoch `number`, ordered by `sender`; None to take part.
-
-    `assignee` owns its group, "" if that is not known here. `joined` is the last epoch of the sender here.
+    """Return why to take no part in epoch `number`, ordered by `sender`; None to take part. `assignee` owns
+    its group, "" if unknown. `joined` is the sender's last epoch here.
     """
     if assignee and sender != assignee:
         return f"epoch {number} comes from {sender[:8]}, but {assignee[:8]} owns its group"
@@ -139,7 +138,7 @@ def _lost(view: GroupView, mine: FormEpoch) -> StopEpoch | None:
 
 
 def _left(view: GroupView, mine: FormEpoch) -> StopEpoch | None:
-    """Return the end of an epoch that is unloaded, or whose group goes on without a Mac that stops."""
+    """Return the end of an epoch if its model was unloaded, or it has a place without a Mac about to stop."""
     if not view.model:
         return StopEpoch(f"{mine.form.model} was unloaded")
     leaving = drained_by(view)
@@ -151,7 +150,7 @@ def _left(view: GroupView, mine: FormEpoch) -> StopEpoch | None:
 
 
 def lost(status: MemberStatus | None, boot_id: str) -> str | None:
-    """Return how the agent that had this boot id was lost; None while it is there."""
+    """Return how the agent with this boot id was lost; None while it is present."""
     if status is None or not status.present:
         state = status.state if status is not None else MemberState.AWAY
         return "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
@@ -159,9 +158,8 @@ def lost(status: MemberStatus | None, boot_id: str) -> str | None:
 
 
 def _give_up(view: GroupView) -> Action:
-    """End the epoch of a group that this node owns no longer, once the new owner serves it.
-
-    The wait is limited: this epoch may hold what the other one needs.
+    """End the epoch of a group that this node no longer owns, once the new owner serves it. The wait is
+    limited: this epoch may hold memory that the new one needs.
     """
     where = f"{view.name(view.assignee)} has the group now" if view.assignee else view.refusal
     since = view.now if view.waiting_since is None else view.waiting_since
@@ -173,7 +171,7 @@ def _give_up(view: GroupView) -> Action:
 
 
 def _renew(view: GroupView, mine: FormEpoch) -> Action:
-    """Keep the epoch, unless it is to serve another model, or to run otherwise."""
+    """Keep the epoch, unless its model or form has changed."""
     form = view.form
     if form is None or form == mine.form:
         return NoAction()
@@ -206,7 +204,7 @@ def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
 
 
 def _when_idle(view: GroupView, requests: int, action: Action) -> Action:
-    """Wait for open requests, for a limited time: requests that never end must not hold up the cluster."""
+    """Wait for open requests, for a limited time: endless requests must not block the cluster."""
     since = view.now if view.waiting_since is None else view.waiting_since
     if not requests or view.now >= since + view.patience_s:
         return action

@@ -1,8 +1,7 @@
-"""Changes of the shared state, as this node makes and receives them: of members, signed, and of deployments.
+"""Changes of the shared state that this node makes and receives: of members, signed, and of deployments.
 
-The authority signs every admission, so that gossip invents no member. The member that removes another one
-signs that with its own key. A receiver never trusts a relaying neighbour alone. docs/security.md lists what
-one member can still do to the others.
+The authority signs every admission, so that gossip cannot invent members. A member signs a removal with its
+own key. A receiver never trusts a relaying neighbor alone. docs/security.md lists what harm a member can do.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _HOLDING = b"mlxtp roster holder\0"
 
 
 class RosterProofs:
-    """Signatures that this node makes, and checks of those that it receives."""
+    """Signatures of roster entries: made with this node's keys, and checked on receipt."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -61,9 +60,8 @@ class RosterProofs:
     def admission(
         self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
     ) -> RosterEntry:
-        """Sign an admission, on a Mac that has the authority; elsewhere add no signature.
-
-        It names a Mac as admitted by itself only for this Mac's own key: that marks the founder.
+        """Fill in an admission, and sign it if this Mac has the authority's key. A node may be its own
+        admitter only with this Mac's key: that marks the founder.
         """
         if admitted_by == entry.node_id and entry.fingerprint != self.identity.fingerprint:
             admitted_by = ""
@@ -77,7 +75,7 @@ class RosterProofs:
         return self.admission(entry, self.identity.node_id if self.identity.authority else "")
 
     def removal(self, entry: RosterEntry) -> RosterEntry:
-        """Sign a removal in this node's name, and by the authority if it is here."""
+        """Sign a removal with this node's key, and with the authority's key if it is here."""
         key, authority = self.identity.key, self.identity.authority
         entry = replace(entry, remover=point_of(key.public_key()).hex())
         entry = replace(entry, removal=self._sign(key, _REMOVAL, removal_of(entry)[:2]))
@@ -91,7 +89,7 @@ class RosterProofs:
         return replace(entry, holding=self._sign(authority.key, _HOLDING, holding_of(entry)[:3]))
 
     def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
-        """Return those of another member's entries that are news to `held` and have valid signatures."""
+        """Return another member's entries that are new to `held` and have valid signatures."""
         mine = {entry.fingerprint: entry for entry in held.entries}
         known, admitted = dict(mine), []
         for told in entries:
@@ -99,7 +97,7 @@ class RosterProofs:
             if self._is_admitted(told, had):
                 entry = told
             elif had is not None:
-                entry = replace(told, **fields_of(had, ADMITTED))  # the held admission stays, signed or not
+                entry = replace(told, **fields_of(had, ADMITTED))  # keep the held admission, signed or not
             else:
                 continue
             if entry != had and self._is_holding_proven(entry, had):
@@ -144,10 +142,9 @@ class RosterProofs:
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
-    """Return True when the rules let one member without the authority remove another.
-
-    Not after a removal of its own that the authority, the founder or itself signed. Removals by others do not
-    end that right: their versions prove nothing. Merged rosters exempt holders of the authority's key.
+    """Return True if a member without the authority may remove another: unless it was removed before, by the
+    authority, the founder or itself. Removals by others do not count: their versions prove nothing. `Roster`
+    protects holders of the authority's key.
     """
     if remover.fingerprint == entry.fingerprint:
         return True
@@ -181,7 +178,7 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 
 
 def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
-    """Restore the kept state, with this node as a member, and as a holder if the authority's key is here."""
+    """Restore the saved state, with this node as a member, and as a holder if it has the authority's key."""
     found = Replica(identity.node_id, kept)
     if identity.node_id not in found.roster.members():
         found.hold(found.roster.admitting(identity.node_id, name, identity.fingerprint, proofs.own))
@@ -197,16 +194,14 @@ class Enrolment:
         self._proofs = proofs
         self._replica = replica
         self._name_of = name_of
-        #: Called when a node became a member or ceased to be one.
-        self.on_change = Handlers[Callable[[], None]]()
-        #: Called with each node that ceased to be a member: what is kept of it goes.
-        self.on_gone = Handlers[Callable[[str], object]]()
+        self.on_change = Handlers[Callable[[], None]]()  #: Called after each change.
+        self.on_gone = Handlers[Callable[[str], object]]()  #: Called with each former member, to forget it.
         self._members = frozenset(replica.roster.members())
 
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
     ) -> None:
-        """Admit a member, by a `token` that `by` requested; else another Mac let it in. Raises UserError."""
+        """Admit a member, by a `token` that `by` requested, or as already admitted. Raises UserError."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
         self._replica.hold(self._replica.roster.admitting(node_id, name, fingerprint, seal))
         self._changed()
@@ -219,7 +214,7 @@ class Enrolment:
             log.info("%s", words)
 
     def remove(self, *node_ids: str) -> None:
-        """Remove members. Raises UserError for no member, and for a holder if this Mac is none."""
+        """Remove members. Raises UserError for an unknown node, and for a holder unless this Mac is one."""
         replica, name_of = self._replica, self._name_of
         holders = replica.roster.holders()
         held = [each for each in holders if each in node_ids and each != replica.self_id]
@@ -253,7 +248,7 @@ class Enrolment:
             log.warning(words, who, MAX_MEMBERS, ", ".join(map(self._name_of, surplus)))
 
     def hold(self, identity: Identity) -> None:
-        """Go on as a node that has the authority's key, or no longer has it, and state that to all."""
+        """Continue with or without the authority's key, and state that to all members."""
         proofs, holds = self._proofs, identity.authority is not None
         if holds:
             proofs.identity = identity
@@ -272,13 +267,12 @@ class Enrolment:
 
 # --- changes of deployments -----------------------------------------------------------------------------
 
-RELAY_S = 0.5  #: Seconds in which others' changes are passed on once; beats bring what was left out.
-#: Called with the deployments before and after a change.
-TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
+RELAY_S = 0.5  #: Least seconds between relays of others' changes; beats reveal omitted ones.
+TableHandler = Callable[[DeploymentTable, DeploymentTable], None]  #: Gets the tables before and after.
 
 
 class DesiredDeployments:
-    """Changes of the deployments. `changed` is called after each, when all handlers have run."""
+    """Changes of the deployments. Calls `changed` after each, and after all handlers."""
 
     def __init__(
         self,
@@ -291,10 +285,8 @@ class DesiredDeployments:
         self._links = links
         self._changed = changed
         self._name_of = name_of
-        #: Called when the deployments change, at this node or at another one.
-        self.on_change = Handlers[TableHandler]()
-        #: A repeated request tries the same model again while one of them returns True for it.
-        self.retry_if = Handlers[Callable[[str], bool]]()
+        self.on_change = Handlers[TableHandler]()  #: Called when this or another node changes deployments.
+        self.retry_if = Handlers[Callable[[str], bool]]()  #: If one is True, a repeated request is a change.
         self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
         self._relay_at = -math.inf
         links.on(self._received, Deployments)
@@ -307,9 +299,8 @@ class DesiredDeployments:
         return self._is_there(self.row(model, **asked), replace=replace)
 
     def row(self, model: str, **asked: Any) -> Deployment:
-        """Return the row of a model with the fields that are given.
-
-        A split gives way to what contradicts it, and the other way round; so do a pipeline and one Mac.
+        """Return the row of a model with the given fields. They override earlier fields that contradict them:
+        a split and another number of Macs, a pipeline and one Mac.
         """
         row = self.table.get(name_of(model)) or Deployment(name_of(model))
         split, parallel, nodes = (asked.get(name, "") for name in ("split", "parallel", "nodes"))
@@ -325,10 +316,10 @@ class DesiredDeployments:
         return replace(row, model=model, **asked)
 
     def serve(self, model: str, *, replace: bool = False, **asked: Any) -> Deployment:
-        """Add a deployment of `model`, or change it: `asked` has fields of `Deployment`, and others stay.
+        """Add a deployment of `model`, or change its `asked` fields; `replace`: remove all others.
 
-        `replace`: remove all others. A table that has all that already stays as it is, unless a model is
-        lacking. Raises UserError for a name that no message can carry, and when there is no room.
+        Without a difference the table stays as it is, unless `retry_if`. Raises UserError for an impossible
+        name, and if there is no room.
         """
         if len(model) > MAX_MODEL or not model.isprintable():
             raise UserError(
@@ -369,7 +360,7 @@ class DesiredDeployments:
             self._spread(before, relayed=True)
 
     def _record_removed(self, link: ControlLink, before: DeploymentTable) -> None:
-        """Record who removed deployments. A row names its writer, which is no proof; the link is one."""
+        """Record who removed deployments, and who reports it: only the link proves its sender."""
         told_by, writers = self._name_of(link.node_id), {row.name: row.writer for row in self.table.rows}
         for row in before.live():
             if self.table.get(row.name) is None:

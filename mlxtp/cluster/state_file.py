@@ -1,7 +1,7 @@
-"""State that survives an agent's restart: `state.json` in its home, and reports of the others' disks.
+"""State that survives an agent's restart: `state.json` in its home; and reports of other nodes' disks.
 
-The file is replaced as a whole. An unreadable one is set aside under another name and reported, never
-overwritten. Removed members also stand in a file of their own: a Mac that lost the first one refuses them.
+The file is replaced as a whole. An unreadable file is renamed and reported, never overwritten. A second file
+has the removed members: a Mac that lost `state.json` still refuses them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .links import ReportTable
 log = logging.getLogger(__name__)
 
 FILE = "state.json"
-FORMAT = 4  #: Of the file. One of another format is refused.
+FORMAT = 4  #: The only format to be read.
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
-REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
+REMOVALS = "removals"  #: File of removed members, which outlives an unusable `FILE`.
 _SUM = 16  #: Hex digits of the checksum before each of its lines.
 
 #: Codec of each field, and where it is in a `ClusterState`.
@@ -59,14 +59,14 @@ _NODE_ID = text(32)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """Content of the file. `peers` has the addresses ("ip:port") at which each node was last reached."""
+    """Content of the file. `peers` has the last addresses ("ip:port") of each node."""
 
     beliefs: ClusterState = field(default_factory=ClusterState)
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def to_text(kept: SavedState) -> str:
-    """Return the file's text. Raises ValueError for a state that could not be read back."""
+    """Return the file's text. Raises ValueError for an unreadable state."""
     table: dict[str, Any] = {"format": FORMAT}
     for name, (codec, place) in _FIELDS.items():
         table[name] = codec.to_wire(attrgetter(place)(kept.beliefs))
@@ -77,7 +77,7 @@ def to_text(kept: SavedState) -> str:
 
 
 def from_text(text: str) -> SavedState:
-    """Parse the file's text. Raises ValueError with what is wrong with it."""
+    """Parse the file's text. Raises ValueError with its fault."""
     table = json.loads(text)
     if type(table) is not dict or type(table.get("format")) is not int:
         raise ValueError("it has no format number")
@@ -118,14 +118,13 @@ def _peers(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def load(home: Path) -> tuple[SavedState, str]:
-    """Return the saved state of this home, and a sentence for the user when something was wrong.
-
-    A missing file is a first start. Raises UserError when it cannot be opened.
+    """Return this home's saved state, and a sentence for the user if the file was unusable. A missing file is
+    a first start. Raises UserError if the file cannot be opened.
     """
     kept, problem = _load(home)
     roster = kept.beliefs.roster
     for entry in removals_at(home).values():
-        with contextlib.suppress(RemoteProtocolError):  # more than any cluster can have had
+        with contextlib.suppress(RemoteProtocolError):  # too many
             roster = roster.merged([entry])
     return replace(kept, beliefs=replace(kept.beliefs, roster=roster)), problem
 
@@ -150,7 +149,7 @@ def _load(home: Path) -> tuple[SavedState, str]:
 
 
 def removals_at(home: Path) -> dict[str, RosterEntry]:
-    """Return the removed members in the file of removals, by fingerprint, without those of damaged lines."""
+    """Return the removed members in the file of removals, by fingerprint; skip damaged lines."""
     try:
         with (home / REMOVALS).open("rb") as file:
             data = file.read(_MAX_BYTES)
@@ -175,7 +174,7 @@ def _line(entry: RosterEntry) -> bytes:
 
 
 def save(home: Path, kept: SavedState) -> None:
-    """Replace the file, and that of the removals if one is new. Raises UserError when that fails."""
+    """Replace the file, and after a new removal the file of removals. Raises UserError."""
     try:
         write_private(home / FILE, to_text(kept).encode())
         gone = {entry.fingerprint: entry for entry in kept.beliefs.roster.entries if entry.removed}
@@ -186,7 +185,7 @@ def save(home: Path, kept: SavedState) -> None:
 
 
 def forget(home: Path) -> None:
-    """Remove the state of an earlier cluster. Raises UserError when the file cannot be removed."""
+    """Remove the state of an earlier cluster. Raises UserError if that fails."""
     path = home / FILE
     with in_words(UserError, f"{path} of an earlier cluster cannot be removed"):
         if path.is_dir():
@@ -212,9 +211,9 @@ def _set_aside(path: Path) -> Path:
     return aside
 
 
-# --- writing it, and what other members have written -----------------------------------------------------
+# --- this node's writes, and reports of other members' writes --------------------------------------------
 
-ELSEWHERE_S = 5.0  #: Seconds for which a removal waits until another member's disk has it.
+ELSEWHERE_S = 5.0  #: Seconds that a removal waits for another member's disk.
 
 
 class RosterSaved(NodeRow, number=0x54):
@@ -226,17 +225,16 @@ class RosterSaved(NodeRow, number=0x54):
 
 
 class Saving:
-    """Writes `state.json` when something changed, and again at each tick until that works.
-
-    One thread writes, in the order of the calls. `reports` tells the others once a new roster is on the disk.
+    """Writes `state.json` after changes, and again at each tick until that works. One thread writes, in the
+    order of calls. `reports` announces a new roster once it is on disk.
     """
 
     def __init__(self, home: Path, reports: ReportTable) -> None:
         self.home = home
         self._reports = reports
         self._disk = ThreadPoolExecutor(1, "saving")
-        self._turn = asyncio.Lock()  # of a call, until its state is written
-        self._latest: SavedState | None = None  # in the file; None while it may have any
+        self._turn = asyncio.Lock()
+        self._latest: SavedState | None = None  # in the file; None while that is uncertain
         self._roster: Roster | None = None  # in the file
         self._problem = ""
         self._closed = False
@@ -244,14 +242,14 @@ class Saving:
         reports.on(lambda _node_id, _saved: self._reported.set(), RosterSaved)
 
     async def save(self, kept: SavedState) -> str:
-        """Write the state, unless the file has it, or this is closed. Return why that fails, or ""."""
+        """Write the state, unless the file has it, or this is closed. Return the problem, or ""."""
         async with self._turn:
             if kept != self._latest and not self._closed:
                 await self._write(kept)
             return self._problem
 
     async def _write(self, kept: SavedState) -> None:
-        self._latest = None  # a call that is cancelled may write, too
+        self._latest = None  # a cancelled call may still write
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, save, self.home, kept)
         except UserError as error:
@@ -269,7 +267,7 @@ class Saving:
         await asyncio.to_thread(self._disk.shutdown)
 
     async def elsewhere(self, roster: Callable[[], Roster]) -> list[str]:
-        """Return the other members whose disks have the roster: at least one, or none after some seconds."""
+        """Wait for other members' disks to have the roster; return these members, or [] after ELSEWHERE_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ELSEWHERE_S):
                 while not (found := self._having(roster())):

@@ -24,15 +24,12 @@ GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """Kind of value: its parser, its name in the help, its types in the file, and words for these.
-
-    Flags and variables have strings.
-    """
+    """Kind of value. Flags and variables are strings; the file has types."""
 
     parse: Parser
-    metavar: str = ""
-    types: tuple[type, ...] = (str,)
-    expected: str = "a string in quotes"
+    metavar: str = ""  #: its name in the help
+    types: tuple[type, ...] = (str,)  #: in the file
+    expected: str = "a string in quotes"  #: words for `types`
 
 
 def _choice(*words: str) -> ValueKind:
@@ -60,21 +57,16 @@ RDMA = ValueKind(values.each_of(values.parse_rdma), "NODE=DEVICE", (dict, list),
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All facts about one setting but its type.
-
-    `key`: its name in the file; with a dot it is in a table, and has no flag. `default`: in the form of the
-    file. `unset` describes a default that needs words. `help` ends with a full stop. `names`: fields of
-    `Settings` or `Limits`. `same_on_all`: it must be the same on all Macs of a cluster.
-    """
+    """All facts about one setting but its type."""
 
     panel: str
     kind: ValueKind
-    default: object
-    help: str
-    unset: str = ""
-    same_on_all: bool = False
-    key: str = ""
-    names: tuple[str, ...] = ()
+    default: object  #: in the form of the file
+    help: str  #: ends with a full stop
+    unset: str = ""  #: words for a default that needs them
+    same_on_all: bool = False  #: It must be the same on all Macs of a cluster.
+    key: str = ""  #: its name in the file; with a dot it is in a table, and has no flag
+    names: tuple[str, ...] = ()  #: fields of `Settings` or `Limits`
 
     @property
     def option(self) -> str:
@@ -112,14 +104,7 @@ def _told(panel: str, kind: ValueKind, default: object, help: str, **more: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of time, in seconds, and of open requests; some are settings.
-
-    `form_s`, `proof_s`: forming a group, and its first small sums, since these hang without a cable.
-    `recovery_s`: a request's wait for another group after its own ended, or three loads of the model if that
-    is longer. `canary_s`: a group's idle time between two proofs. `load_stall_s`, `prefill_stall_s`,
-    `decode_stall_s`: time without progress; a forward gets 4 times its expected time more in prefill, and 20
-    times in decode.
-    """
+    """Limits of time, in seconds, and of open requests; some are settings."""
 
     # fmt: off
     deadline_s: float = _told(
@@ -143,29 +128,22 @@ class Limits:
     )
     # fmt: on
     spawn_s: float = 60.0
-    form_s: float = 45.0
-    proof_s: float = 15.0
+    form_s: float = 45.0  #: to form a group
+    proof_s: float = 15.0  #: for its first small sums, which hang without a cable
     warm_up_s: float = 300.0
-    prefill_stall_s: float = 30.0
-    decode_stall_s: float = 10.0
+    prefill_stall_s: float = 30.0  #: without progress, beyond 4 times the expected time of a forward
+    decode_stall_s: float = 10.0  #: without progress, beyond 20 times the expected time of a forward
     heartbeat_s: float = 0.5
     silence_s: float = 3.0
     ack_s: float = 8.0
-    recovery_s: float = 60.0
-    canary_s: float = 60.0
+    recovery_s: float = 60.0  #: to wait for another group, or three loads of the model if that is longer
+    canary_s: float = 60.0  #: between two proofs of an idle group
     shutdown_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `mlxtp node`. Users cannot set these:
-
-    prefill_chunk, run_ahead: most tokens of a prompt in one forward, most forwards queued ahead
-    cluster      this agent belongs to a cluster; `alone` is the user's setting against it
-    model_given  the user set `model`; a default model is only for a new cluster
-    join         None: not set; "": with the stored identity; else a join token (`resolve_join`)
-    origins      key and place of each setting that is not the default
-    """
+    """Settings of `mlxtp node`."""
 
     home: Path
     # fmt: off
@@ -337,11 +315,12 @@ class Settings:
     # fmt: on
     # --- not set by users ---
     limits: Limits = Limits()
-    prefill_chunk: int = 2048
-    run_ahead: int = 1
-    cluster: bool = False
-    model_given: bool = False
-    join: str | None = None
+    prefill_chunk: int = 2048  #: most tokens of a prompt in one forward
+    run_ahead: int = 1  #: most forwards queued ahead
+    cluster: bool = False  #: It belongs to a cluster. `alone` is the user's setting against that.
+    model_given: bool = False  #: The user set `model`. A default model is only for a new cluster.
+    join: str | None = None  #: None: not set; "": by the stored identity; else a join token
+    #: key and place of each setting that is not the default
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @property

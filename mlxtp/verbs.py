@@ -39,17 +39,14 @@ VERBS: dict[str, type[Verb]] = {}  #: By path below `/admin`.
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option, _as_set))
 class Verb:
-    """One command for a running agent, which may take `reply_s` seconds to reply.
-
-    `key_scope`: API keys with this scope may use it too. `polled`: commands repeat it while they wait.
-    """
+    """One command for a running agent."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     method: ClassVar[str]
     path: ClassVar[str]
-    key_scope: ClassVar[str]
-    polled: ClassVar[bool]
-    reply_s: ClassVar[float]
+    key_scope: ClassVar[str]  #: API keys with this scope may use it too.
+    polled: ClassVar[bool]  #: Commands repeat it while they wait.
+    reply_s: ClassVar[float]  #: most seconds until the reply
 
     def __init_subclass__(
         cls, *, get: str = "", post: str = "", key_scope: str = "", polled: bool = False, reply_s: float = 15

@@ -113,8 +113,6 @@ class Admin:
 
 
 class PlanHandlers:
-    """Handlers of the commands that `mlxtp plan` sends."""
-
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
@@ -152,8 +150,6 @@ class PlanHandlers:
 
 
 class ModelHandlers:
-    """Handlers of commands about models, served or on disks."""
-
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
@@ -445,8 +441,6 @@ def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
 
 
 class CacheHandlers:
-    """Handlers of commands about caches of earlier prompts."""
-
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 

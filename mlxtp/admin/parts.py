@@ -114,7 +114,6 @@ class DeploymentSnapshot:
 
     @property
     def state(self) -> str:
-        """The state of the group that is closest to ready."""
         states = [each.state for each in self.groups]
         return next((str(state) for state in _BEST if state in states), str(ServingState.IDLE))
 

@@ -183,7 +183,6 @@ def _history(parts: AgentParts) -> tuple[tuple[str, EpochStory], ...]:
 
 
 def gather_agent(parts: AgentParts) -> AgentSnapshot:
-    """Return the facts of the group that this agent shows, and of all requests."""
     gateway, supervisor = parts.gateway, parts.groups.shown.supervisor
     status, ranks = supervisor.status, supervisor.status.ranks
     return AgentSnapshot(
@@ -206,7 +205,6 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
 
 
 def _processes(parts: AgentParts) -> dict[str, list[int]]:
-    """Return the rank processes on this Mac by group, including ranks of other Macs' groups."""
     found = {rank.order.group: [rank.pid] for rank in parts.hosted.ranks if rank.pid}
     for each in (*parts.groups.by_id.values(), parts.groups.shown):
         status = each.supervisor.status
@@ -347,7 +345,6 @@ def _among_others(now: Snapshot) -> Json:
 
 
 def members(cluster: ClusterSnapshot) -> list[Json]:
-    """Return the members for `mlxtp status` and `mlxtp cluster members`."""
     groups = [group for each in cluster.deployments for group in each.groups]
     return [
         {

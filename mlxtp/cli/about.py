@@ -200,7 +200,6 @@ def doctor(
 
 
 def _report(home: Path | None) -> Mapping[str, Any]:
-    """Return the agent's report, or this command's own if no agent replies."""
     folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:

@@ -217,7 +217,6 @@ class _Asker:
     certificate: str
 
     def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[BenchAnswer]:
-        """Return a reply to each text. Raises the MlxtpError of the first that failed."""
         answers: list[BenchAnswer] = []
         failed: list[MlxtpError] = []
 

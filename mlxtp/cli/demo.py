@@ -222,7 +222,6 @@ async def running_replicas(settings: Settings, replicas: int, view: DemoView) ->
 
 
 async def answering_groups(agent: Agent, prompt: str, requests: int) -> Mapping[str, int]:
-    """Send `requests` requests at once, and return how many of them each group answered."""
     body = json.dumps(_request(prompt))
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {agent.key}"}
 

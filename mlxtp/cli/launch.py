@@ -32,8 +32,6 @@ Variables = Mapping[str, str | None]  # of an environment; None unsets one
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The endpoint as a client sees it."""
-
     url: str  #: without a path
     model: str
     context: int  #: tokens

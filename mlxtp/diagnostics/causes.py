@@ -62,12 +62,10 @@ class RankRecord:
 
     @property
     def unfinished(self) -> RecordedStep | None:
-        """The oldest unfinished step among its last four."""
         return next((step for step in self.steps[-4:] if not step.finished_us), None)
 
     @property
     def ending(self) -> str:
-        """End of the process, in words."""
         if self.deaf:
             return "by its agent, with SIGKILL: it ignored SIGTERM"
         if self.by_agent and self.status == WEDGED_STATUS:
@@ -356,20 +354,16 @@ _COMPARED = ("kind", "rows", "forwards", "collectives", "fed", "digest")
 
 @dataclass(frozen=True, slots=True)
 class Postmortem:
-    """One failed epoch. `ended`: seconds since 1970. `epoch_id` tells epochs with the same number apart.
-
-    `behind`: the rank with the least progress, None if all made the same. `elsewhere`: ranks without a file,
-    with the names of their Macs if known.
-    """
+    """One failed epoch."""
 
     epoch: int
-    epoch_id: str
-    ended: float
+    epoch_id: str  #: tells epochs with the same number apart
+    ended: float  #: seconds since 1970
     reason: str
     cause: Cause
     difference: Difference | None
-    behind: int | None
-    elsewhere: Mapping[int, str]
+    behind: int | None  #: the rank with the least progress; None if all made the same
+    elsewhere: Mapping[int, str]  #: ranks without a file, with the names of their Macs if known
     ranks: tuple[RankRecord, ...]
 
 
@@ -422,7 +416,6 @@ MAX_STACK_LINES = 12
 
 
 def show(found: Postmortem) -> list[Any]:
-    """Return lines and tables for a terminal."""
     when = datetime.fromtimestamp(found.ended, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     lines: list[Any] = [f"[bold]epoch {found.epoch}[/] failed at {when}: {escape(found.reason)}"]
     lines.append(f"likely cause: [bold red]{escape(found.cause.kind)}[/]. {escape(found.cause.words)}")

@@ -301,8 +301,6 @@ def _unread(machine: Machine, *commands: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A row and its findings, at least one."""
-
     row: CheckRow
     findings: tuple[Finding, ...]
 

@@ -42,16 +42,13 @@ _TXT = {
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """Announcement of a node, for every device on the network. `has_ca`: it can admit joiners.
-
-    `cluster_id` is "" without a cluster; `port` is the control port.
-    """
+    """Announcement of a node, for every device on the network."""
 
     node_id: str
-    cluster_id: str
+    cluster_id: str  #: "" without a cluster
     name: str
-    port: int
-    has_ca: bool
+    port: int  #: the control port
+    has_ca: bool  #: It can admit joiners.
     version: int
 
     def service(self) -> str:
@@ -329,16 +326,11 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 @dataclass(slots=True)
 class _Address:
-    """One address. `hinted`, `kept`: nodes that sightings and earlier links report there.
-
-    `found`: the node that answered last. `tries`: dials since the last reason to retry at once.
-    """
-
     static: bool = False
-    hinted: set[str] = field(default_factory=set)
-    kept: str = ""
-    found: str = ""
-    tries: int = 0
+    hinted: set[str] = field(default_factory=set)  #: nodes that sightings report there
+    kept: str = ""  #: the node that an earlier link reached there
+    found: str = ""  #: the node that answered last
+    tries: int = 0  #: dials since the last reason to retry at once
     due: float = 0.0
     reached_at: float = float("-inf")
 

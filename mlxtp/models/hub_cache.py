@@ -142,7 +142,6 @@ class Blobs:
                 self.check(file, self.path(file))
 
     def check_room(self, manifest: Manifest) -> None:
-        """Raise ModelError if the disk has no room for the missing bytes."""
         missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self._cache)
         if missing + ROOM_BYTES > free:
             raise ModelError(
@@ -197,15 +196,12 @@ class Refs:
 
 @dataclass(frozen=True, slots=True)
 class StoredCommit:
-    """State of a commit on this disk: `held` of `total` bytes. `folder`: None until it is complete.
-
-    `manifest`: None also for another program's snapshot with file names that no manifest may have.
-    """
+    """State of a commit on this disk: `held` of `total` bytes."""
 
     name: str
     revision: str
-    manifest: Manifest | None = None
-    folder: Path | None = None
+    manifest: Manifest | None = None  #: None if unknown, or if no manifest may have its file names
+    folder: Path | None = None  #: None until it is complete
     held: int = 0
     total: int = 0
     refs: tuple[str, ...] = ()
@@ -503,7 +499,6 @@ def hub_name(name: str) -> tuple[Repo, str]:
 
 
 def _size(path: Path) -> int:
-    """Return a file's size in bytes, -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

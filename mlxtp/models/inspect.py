@@ -251,7 +251,6 @@ def read_config(folder: Path) -> Config:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weight files; 0 if they are unreadable."""
     try:
         return sum(weight_sizes(folder).values())
     except (OSError, ValueError):

@@ -70,7 +70,6 @@ class LocalModel:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its files are on this node; 0 if unknown."""
         return next((r["left_s"] or 0.0 for r in self._transfers.progress(self.name) if r["self"]), 0.0)
 
     @property
@@ -84,7 +83,6 @@ class LocalModel:
         return self._search is not None and not self._search.done()
 
     def search(self) -> None:
-        """Start the search, and report at once that there is no result yet."""
         if self._search is not None:
             self._search.cancel()
         self.source, self.path, self.fingerprint, self.problem, self.weight_bytes = None, None, "", "", 0

@@ -207,7 +207,6 @@ class ModelTransfer:
         return here.folder, replace(held, revision=here.revision, held=here.held, total=here.total)
 
     async def pause(self) -> None:
-        """Wait up to half a second for a change of the transfer."""
         self.changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):

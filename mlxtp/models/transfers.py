@@ -115,7 +115,6 @@ class SeederElection:
         return elect_seeder(members, job.lender or "")
 
     def update_lending(self) -> None:
-        """Serve copies as long as other members need them."""
         lent = [job for job in self._table if job.lends(self._node.node_id)]
         if not lent:
             self.close()
@@ -338,7 +337,6 @@ class TransferCoordinator:
         return await self._wait(self.table.of(model))
 
     def learned(self, model: str, manifest: Manifest) -> None:
-        """Keep the Hub's manifest of a model for its next download."""
         self.table.of(model).known = manifest
 
     async def _wait(self, job: ModelTransfer, *refs: str) -> Path:

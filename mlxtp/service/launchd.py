@@ -46,8 +46,6 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One agent that launchd starts."""
-
     program: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]  #: All variables that it gets.
     user: str  #: "" for the owner of its session.
@@ -137,23 +135,16 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove the file, if it exists."""
-
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """Run this, as `user` if root runs it. It must end with one of the statuses in `fine`.
-
-    A status in `again` makes it repeat, for `within_s` in total.
-    """
-
     argv: tuple[str, ...]
-    user: str = ""
-    fine: tuple[int, ...] = (0,)
-    again: tuple[int, ...] = ()
-    within_s: float = 60.0
+    user: str = ""  #: the user to run it as, if this process is root
+    fine: tuple[int, ...] = (0,)  #: statuses of success
+    again: tuple[int, ...] = ()  #: statuses that make it repeat
+    within_s: float = 60.0  #: in total
 
 
 ServiceStep = Write | Remove | ServiceCommand

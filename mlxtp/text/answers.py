@@ -80,7 +80,6 @@ class StopFinder:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return the text held back, which is no stop string after all."""
         held, self._held, self._state = self._held, "", 0
         return held
 

@@ -32,16 +32,12 @@ _TOOL = Tool(
 
 @dataclass(frozen=True, slots=True)
 class Separators:
-    """Text between two JSON items, and between a key and its value."""
-
     item: str = ", "
     key: str = ": "
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """Style of a call: `before`, name, `between`, arguments, `after`."""
-
     before: str
     between: str
     after: str

@@ -124,7 +124,6 @@ TokenEvent = Tokens | StreamEnd
 
 
 def characters(conversation: Conversation) -> int:
-    """Return the characters of a conversation, before the template adds its own text."""
     turns = conversation.messages
     calls = sum(len(call.name) + len(call.arguments) for turn in turns for call in turn.calls)
     tools = sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)

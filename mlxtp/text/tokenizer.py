@@ -68,7 +68,6 @@ class Text:
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """Start a process for a model folder. Raises ModelError."""
         return cls(SandboxedRenderer(path))
 
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:

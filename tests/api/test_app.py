@@ -15,7 +15,7 @@ import pytest
 
 from mlxtp.api import catalog
 from mlxtp.api.backend import DeploymentHealth, Tokens
-from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.errors import Code, GroupError, MlxtpError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
 from .dialects.openai_shapes import ChatCompletionChunk, OpenAIError
@@ -277,14 +277,6 @@ def test_an_unknown_model_is_a_404_for_the_client_library(server: Server) -> Non
     with pytest.raises(openai.NotFoundError) as caught:
         server.client.chat.completions.create(model="gpt-9", messages=HELLO)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_the_backend_refuses_at_once_has_a_real_status(server: Server, stream: bool) -> None:
-    server.backend.refusal = RequestError("full", Code.OVERLOADED, status=429)
-    response = post(server, ask(stream=stream))
-    assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
-    assert response.headers["retry-after"] == "7"
 
 
 def test_what_was_too_late_is_a_504_that_is_not_tried_again(server: Server) -> None:

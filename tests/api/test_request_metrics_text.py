@@ -31,7 +31,6 @@ from mlxtp.api.backend import ModelInfo, StreamEnd
 from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
-from mlxtp.api.server import bind, serve
 from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
@@ -45,7 +44,7 @@ from mlxtp.wire.rank_stats import RankStats
 
 from ..groups.one_node import GROUP, alone
 from ..live_cluster import Cluster
-from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
+from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded, on_loopback
 from .test_admin import FakeAdmin
 
 pytestmark = pytest.mark.slow
@@ -56,6 +55,7 @@ CHAT = "/v1/chat/completions"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mlxtp.json"
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 SECRET = "hello wide world"
+FAILED, REFUSED = "mlxtp_requests_failed_total", "mlxtp_requests_refused_total"
 
 
 @dataclass
@@ -183,7 +183,7 @@ def counted(*metrics: Collector) -> Scraped:
 
 @contextlib.contextmanager
 def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterator[Stage]:
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    loop = asyncio.new_event_loop()
     parts = loop.run_until_complete(deployed(home))
     gateway = parts.gateway
     desk = Desk(gateway.on_event)
@@ -193,18 +193,12 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
     keys = cast(KeyRing, access.keys) if access is not None else None
     admin = FakeAdmin() if keys is not None else None
     app = observed(create_app(gateway, access=access, admin=cast(Any, admin)), parts, keys)
-    sock = bind("127.0.0.1", 0)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    thread.start()
 
     def ids(words: str) -> list[int]:
         return list(loaded.tokenizer.encode(words, add_special_tokens=False).ids)
 
-    yield Stage(parts, desk, loop, url, ids)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    with on_loopback(app, loop=loop) as port:
+        yield Stage(parts, desk, loop, f"http://127.0.0.1:{port}", ids)
     loop.run_until_complete(parts.close())
     loop.close()
 
@@ -367,24 +361,22 @@ def test_a_stop_string_ends_an_answer_like_an_end_token(stage: Stage, stream: bo
     assert found("vllm:e2e_request_latency_seconds_count") == 1
 
 
-def test_a_stream_that_fails_is_an_error_with_its_code(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("stream", "counted_as", "not_as"), [(True, FAILED, REFUSED), (False, REFUSED, FAILED)]
+)
+def test_what_fails_is_an_error_with_its_code_and_counts_as_refused_before_its_answer(
+    stage: Stage, stream: bool, counted_as: str, not_as: str
+) -> None:
     stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
-    assert Code.OUT_OF_MEMORY in stage.ask(stream=True).text
-    found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(200))))
-    assert found.finished() == {"error": 1}
-    assert found("mlxtp_requests_failed_total", path=CHAT, code="out_of_memory") == 1
-    assert found.labels("mlxtp_requests_refused_total", "code") == set()
-
-
-def test_a_request_that_fails_before_its_answer_counts_as_refused(stage: Stage) -> None:
-    stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
-    status = stage.ask().status_code
-    assert status >= 500
+    answer = stage.ask(stream=stream)
+    status = answer.status_code
+    assert Code.OUT_OF_MEMORY in answer.text
+    assert (status == 200) if stream else (status >= 500)
     found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(status))))
     assert found.finished() == {"error": 1}
-    assert found("mlxtp_requests_refused_total", path=CHAT, code="out_of_memory") == 1
+    assert found(counted_as, path=CHAT, code="out_of_memory") == 1
+    assert found.labels(not_as, "code") == set()
     assert found("mlxtp_http_requests_total", **chat(status)) == 1
-    assert found.labels("mlxtp_requests_failed_total", "code") == set()
 
 
 def test_several_answers_are_several_sequences_of_one_request(
@@ -434,14 +426,9 @@ def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
 
 def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> None:
     gateway = stage.supervisor.gateway
-
-    def warm_up() -> Any:
-        return asyncio.ensure_future(
-            gateway.self_test(DEPLOYMENT, stage.desk).warm_up(self_test.prompts(VOCABULARY))
-        )
-
+    self_test_ = gateway.self_test(DEPLOYMENT, stage.desk)
     stage.desk.held = True
-    warming = stage.do(warm_up)
+    warming = stage.do(lambda: asyncio.ensure_future(self_test_.warm_up(self_test.prompts(VOCABULARY))))
     stage.do(lambda: gateway.relay(Generate(7, (1, 2), 9), lambda _: None))
     found = stage.until(lambda found: found("mlxtp_open_requests") == 2)
     assert found("vllm:num_requests_running") == found("vllm:num_requests_waiting") == 0
@@ -461,13 +448,8 @@ def test_refusals_are_counted_by_path_and_code(stage: Stage) -> None:
     assert stage.ask(temperature=98).status_code == 400
     found = stage.until(lambda found: found("mlxtp_http_requests_total", **chat(400)) == 2)
     assert found("mlxtp_http_requests_total", **chat(404)) == 1
-    refused = {
-        dict(labels)["code"]: value
-        for (name, labels), value in found.samples.items()
-        if name == "mlxtp_requests_refused_total"
-    }
-    assert sum(refused.values()) == 3
-    assert len(refused) == 2
+    refused = [value for (name, _), value in found.samples.items() if name == REFUSED]
+    assert sorted(refused) == [1, 2], "one for each code"
     assert found.finished() == {}
 
 
@@ -487,10 +469,8 @@ def test_unknown_paths_and_methods_share_one_label(stage: Stage) -> None:
 
     def counts(found: Scraped) -> dict[tuple[str, ...], float]:
         rows = [(dict(key), value) for (name, key), value in found.samples.items() if "http_requests" in name]
-        labels = ("method", "path", "status")
-        return {
-            tuple(key[label] for label in labels): value for key, value in rows if key["path"] != "/metrics"
-        }
+        told = {tuple(key[label] for label in ("method", "path", "status")): value for key, value in rows}
+        return {key: value for key, value in told.items() if key[1] != "/metrics"}
 
     found = stage.until(lambda found: sum(counts(found).values()) == sum(wanted.values()))
     assert counts(found) == wanted
@@ -542,20 +522,20 @@ def test_every_answer_has_an_id_of_its_own(stage: Stage) -> None:
     assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
 
 
-@pytest.mark.parametrize("given", ["x", "a" * 128, "req_01:{abc}/~!"])
-def test_a_clients_own_id_comes_back(stage: Stage, given: str) -> None:
-    assert httpx.get(f"{stage.url}/health", headers={"x-request-id": given}).headers["x-request-id"] == given
-
-
-@pytest.mark.parametrize("given", [b"", b"a" * 129, b"two words", b"caf\xe9", b"tab\there"])
-def test_an_id_that_is_none_is_replaced(stage: Stage, given: bytes) -> None:
-    answer = httpx.get(f"{stage.url}/health", headers=[(b"x-request-id", given)])
-    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
-
-
-def test_two_ids_are_none(stage: Stage) -> None:
-    answer = httpx.get(f"{stage.url}/health", headers=[("x-request-id", "a"), ("x-request-id", "b")])
-    assert answer.headers["x-request-id"] not in ("a", "b", "a, b")
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        *(([each], True) for each in (b"x", b"a" * 128, b"req_01:{abc}/~!")),
+        *(([each], False) for each in (b"", b"a" * 129, b"two words", b"caf\xe9", b"tab\there")),
+        ([b"a", b"b"], False),
+    ],
+)
+def test_a_clients_own_id_comes_back_and_one_that_is_none_is_replaced(
+    stage: Stage, given: list[bytes], taken: bool
+) -> None:
+    answer = httpx.get(f"{stage.url}/health", headers=[(b"x-request-id", each) for each in given])
+    found = answer.headers["x-request-id"]
+    assert found == given[0].decode() if taken else re.fullmatch("[0-9a-f]{32}", found)
 
 
 def test_a_finished_request_has_one_line_without_its_words(
@@ -614,7 +594,7 @@ def test_whose_key_it_was_and_which_was_none_is_known(
         assert stage.ask(headers={"authorization": "Bearer mlxtp-nobody"}).status_code == 401
         assert httpx.get(f"{stage.url}/metrics").status_code == 401
         found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(401))), **good)
-    assert found("mlxtp_requests_refused_total", path=CHAT, code="invalid_api_key") == 1
+    assert found(REFUSED, path=CHAT, code="invalid_api_key") == 1
     assert found("mlxtp_http_requests_total", **chat(401)) == 1
     assert key not in found.text
     first, second = [json.loads(line) for line in caplog.text.splitlines() if "api.access_log" in line]
@@ -630,62 +610,60 @@ def pong(**fields: Any) -> Pong:
     return Pong("decode", 0.0, 0, 0, "", RankStats(**fields))
 
 
+OF_RANK_1: dict[str, tuple[int, str]] = {
+    "memory_bytes": (22, "rank_memory_bytes"),
+    "peak_memory_bytes": (33, "rank_peak_memory_bytes"),
+    "weight_bytes": (4, "rank_weight_bytes"),
+    "forwards": (6, "rank_forwards_total"),
+    "kv_bytes": (5, "rank_kv_cache_bytes"),
+    "kept_bytes": (3, "rank_kept_cache_bytes"),
+    "evicted_bytes": (7, "rank_evicted_cache_bytes_total"),
+    "reused": (8, "rank_reused_caches_total"),
+    "reused_tokens": (900, "rank_reused_tokens_total"),
+    "fetched": (2, "rank_fetched_caches_total"),
+    "fetched_tokens": (300, "rank_fetched_tokens_total"),
+    "spilled_bytes": (17, "rank_spilled_cache_bytes_total"),
+    "disk_bytes": (19, "rank_disk_cache_bytes"),
+    "disk_room_bytes": (23, "rank_disk_cache_room_bytes"),
+}
+OF_RANK_0: dict[str, tuple[int, str, float]] = {
+    "memory_bytes": (11, "rank_memory_bytes", 11),
+    "step_us": (1500, "rank_step_seconds", 0.0015),
+    "wait_us": (500, "rank_wait_seconds", 0.0005),
+    "collective_us": (40, "rank_collective_seconds", 0.00004),
+    "stage_busy_us": (3_000_000, "rank_stage_busy_seconds_total", 3),
+    "stage_waiting_us": (1_500_000, "rank_stage_waiting_seconds_total", 1.5),
+}
+DRAFTS: dict[str, Any] = {
+    "drafted": (10, 0, 30), "accepted": (8, 0, 12), "right_at": (9, 7, 4), "decode_steps": 50,
+    "decode_widths": 110, "draft_gain": 1.25,
+}  # fmt: skip
+
+
 def test_each_rank_has_its_figures(stage: Stage) -> None:
-    caches = {"kv_bytes": 5, "kept_bytes": 3, "evicted_bytes": 7, "reused": 8, "reused_tokens": 900}
-    caches |= {
-        "fetched": 2,
-        "fetched_tokens": 300,
-        "spilled_bytes": 17,
-        "disk_bytes": 19,
-        "disk_room_bytes": 23,
-    }
-    shares = {"stage_busy_us": 3_000_000, "stage_waiting_us": 1_500_000}
-    drafts = {
-        "drafted": (10, 0, 30),
-        "accepted": (8, 0, 12),
-        "right_at": (9, 7, 4),
-        "decode_steps": 50,
-        "decode_widths": 110,
-        "draft_gain": 1.25,
-    }
-    pongs = {
-        1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, forwards=6, **caches),
-        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40, **shares, **drafts),  # type: ignore[arg-type]
-    }
-    stage.supervisor.status.ranks = cast(
-        Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs), processes=[])
-    )
+    zero = {name: each[0] for name, each in OF_RANK_0.items()}
+    one = {name: each[0] for name, each in OF_RANK_1.items()}
+    watch = SimpleNamespace(pongs={1: pong(**one), 0: pong(**zero, **DRAFTS)})
+    stage.supervisor.status.ranks = cast(Any, SimpleNamespace(watch=watch, processes=[]))
     found = stage.scrape()
     assert found("mlxtp_ranks_alive") == 2
-    assert found("mlxtp_rank_memory_bytes", rank="0") == 11
-    assert found("mlxtp_rank_memory_bytes", rank="1") == 22
-    assert found("mlxtp_rank_peak_memory_bytes", rank="1") == 33
-    assert found("mlxtp_rank_weight_bytes", rank="1") == 4
-    assert found("mlxtp_rank_kv_cache_bytes", rank="1") == 5
-    assert found("mlxtp_rank_kept_cache_bytes", rank="1") == 3
-    assert found("mlxtp_rank_evicted_cache_bytes_total", rank="1") == 7
-    assert found("mlxtp_rank_reused_caches_total", rank="1") == 8
-    assert found("mlxtp_rank_reused_tokens_total", rank="1") == 900
-    assert found("mlxtp_rank_fetched_caches_total", rank="1") == 2
-    assert found("mlxtp_rank_fetched_tokens_total", rank="1") == 300
-    assert found("mlxtp_rank_spilled_cache_bytes_total", rank="1") == 17
-    assert found("mlxtp_rank_disk_cache_bytes", rank="1") == 19
-    assert found("mlxtp_rank_disk_cache_room_bytes", rank="1") == 23
-    assert found("mlxtp_rank_forwards_total", rank="1") == 6
-    health = httpx.get(f"{stage.url}/health").json()["ranks"][1]
-    assert {name: health[name] for name in caches} == caches
-    assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
-    assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
-    assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004
+    for value, metric in OF_RANK_1.values():
+        assert found(f"mlxtp_{metric}", rank="1") == value, metric
+    for _, metric, shown in OF_RANK_0.values():
+        assert found(f"mlxtp_{metric}", rank="0") == shown, metric
+    health = httpx.get(f"{stage.url}/health").json()["ranks"]
+    caches = [
+        name for name in one if name not in ("memory_bytes", "peak_memory_bytes", "weight_bytes", "forwards")
+    ]
+    assert {name: health[1][name] for name in caches} == {name: one[name] for name in caches}
+    shares = ("stage_busy_us", "stage_waiting_us")
+    assert [health[0][name] for name in shares] == [zero[name] for name in shares]
     assert found("mlxtp_drafted_tokens_total", proposer="draft") == 30
     assert found("mlxtp_accepted_drafts_total", proposer="lookup") == 8
     assert found("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 7
     assert found("mlxtp_decode_steps_total") == 50
     assert found("mlxtp_decode_step_tokens_total") == 110
     assert found("mlxtp_draft_gain") == 1.25
-    assert found("mlxtp_rank_stage_busy_seconds_total", rank="0") == 3
-    assert found("mlxtp_rank_stage_waiting_seconds_total", rank="0") == 1.5
-    assert {name: httpx.get(f"{stage.url}/health").json()["ranks"][0][name] for name in shares} == shares
     stage.supervisor.status.ranks = None
     found = stage.scrape()
     assert not [key for key in found.samples if key[0].startswith("mlxtp_rank")]
@@ -943,11 +921,8 @@ def test_the_dashboards_panels_do_not_lie_on_each_other() -> None:
     for panel in board["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
-        mine = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
+        columns = range(place["x"], place["x"] + place["w"])
+        mine = {*itertools.product(columns, range(place["y"], place["y"] + place["h"]))}
         assert not mine & cells
         cells |= mine
     ids = [panel["id"] for panel in board["panels"]]

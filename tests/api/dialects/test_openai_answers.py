@@ -10,11 +10,7 @@ from mlxtp.api.dialects.openai import ChunkWriter
 from mlxtp.errors import GroupError, LinkError, LocalProtocolError, ModelError, RequestError
 from mlxtp.text.conversation import Conversation, GenerationOptions, GenerationRequest
 from mlxtp.text.tokenizer import Name
-from mlxtp.text.transcript import (
-    ContentDelta,
-    Finish,
-    WholeAnswer,
-)
+from mlxtp.text.transcript import ContentDelta, Finish, WholeAnswer
 
 HEAD = {"id": 'chatcmpl-i"\\u0000', "created": 5, "model": '"m\0'}
 

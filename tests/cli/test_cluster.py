@@ -180,16 +180,15 @@ def on_ethernet(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
+NO_CHANGES: dict[str, dict[str, object]] = {"removable": {}, "removed": {}, "stored": {"elsewhere": []}}
+
+
 class Admin(FakeAdmin):
     """Says what an agent of two Macs says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[str, dict[str, object]] = {
-            "removable": {},
-            "removed": {},
-            "stored": {"elsewhere": []},
-        }
+        self.answers = dict(NO_CHANGES)
 
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)
@@ -264,6 +263,14 @@ class Agent:
         )
         self._thread.start()
 
+    def says(self, what: str, **changes: object) -> Agent:
+        """Have it answer so, from now on."""
+        self.admin.answers[what] = {"status": STATUS, "serve": SERVED}.get(what, {}) | changes
+        return self
+
+    def shown(self, *args: str, width: int = 200) -> str:
+        return mlxtp(self.home, *args, width=width).output
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WAIT_S)
@@ -281,6 +288,7 @@ def running() -> Iterator[Agent]:
 def agent(running: Agent, tmp_path: Path) -> Iterator[Agent]:
     running.admin.asked.clear()
     running.admin.error = None
+    running.admin.answers = dict(NO_CHANGES)
     running.home = tmp_path
     with announced(tmp_path, running.url, KEY):
         yield running
@@ -302,10 +310,7 @@ def refusal(home: Path, *args: str, status: int = 1) -> str:
 
 
 def test_status_is_one_screen(agent: Agent) -> None:
-    result = mlxtp(agent.home, "status")
-    assert result.exception is None, result.exception
-    shown = result.output
-    first, deployment, *_groups, second, fabric = (lines := shown.splitlines())[:8]
+    first, deployment, *_groups, second, fabric = (lines := agent.shown("status").splitlines())[:8]
     table = lines[8:]
     assert first == "ready org/model on 2 Macs, JACCL mesh   epoch 7"
     assert second == f"cluster {'c' * 16}, coordinated by studio [left]"
@@ -319,37 +324,28 @@ def test_status_is_one_screen(agent: Agent) -> None:
     assert table[3:] == ["mini:", "  - it is not there", "mini:", "  - RDMA is [off]"]
 
 
-def test_the_status_has_the_time_in_which_each_stage_computes(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = [(300, 100), (1, 9), (0, 0)]
+def test_the_status_has_the_time_in_which_each_stage_computes(agent: Agent) -> None:
     ranks = [
         {"rank": rank, "stage_busy_us": busy, "stage_waiting_us": waiting}
-        for rank, (busy, waiting) in enumerate(figures)
+        for rank, (busy, waiting) in enumerate([(300, 100), (1, 9), (0, 0)])
     ]
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "ranks": ranks})
     shares = "of the time with requests: rank 0 busy 75%, waiting 25%; rank 1 busy 10%, waiting 90%"
-    assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages of org/[model]#0, {shares}"
-    one = {**TWO_REPLICAS, "groups": [GROUP]}
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "ranks": ranks, "deployments": [one]})
-    assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages, {shares}"
+    for groups, of in ((TWO_REPLICAS["groups"], " of org/[model]#0"), ([GROUP], "")):
+        agent.says("status", ranks=ranks, deployments=[{**TWO_REPLICAS, "groups": groups}])
+        assert agent.shown("status").splitlines()[1] == f"  stages{of}, {shares}"
 
 
-def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(agent: Agent) -> None:
+    members = [{"node_id": "ef" * 16, "name": "air"}]
     other = {
         **TWO_REPLICAS,
         **{"name": "tiny", "model": "tiny", "replicas": {"ready": 1, "wanted": 0}, "pinned": False},
         **{"nodes": "auto", "keep_s": 600, "on": ["air"], "why": None},
-        "groups": [
-            {**GROUP, "id": "tiny#0", "members": [{"node_id": "ef" * 16, "name": "air"}], "exposed": EXPOSED}
-        ],
+        "groups": [{**GROUP, "id": "tiny#0", "members": members, "exposed": EXPOSED}],
     }
-    members = [{**MEMBER, "works_for": ["org/[model]#0"]}, {**MEMBER, "name": "air", "works_for": ["tiny#0"]}]
-    told = {**STATUS, "deployments": [TWO_REPLICAS, other], "members": members}
-    monkeypatch.setitem(agent.admin.answers, "status", told)
-    lines = mlxtp(agent.home, "status", width=80).output.splitlines()
+    works = [{**MEMBER, "works_for": ["org/[model]#0"]}, {**MEMBER, "name": "air", "works_for": ["tiny#0"]}]
+    agent.says("status", deployments=[TWO_REPLICAS, other], members=works)
+    lines = agent.shown("status", width=80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert [line.rstrip() for line in lines[1:12]] == [
         "org/[model]: ready, replicas: 1 of 2, --nodes 2",
@@ -365,88 +361,83 @@ def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
         "       and answers from them (--fabric-networks excludes it)",
     ]
     assert "works for" in "\n".join(lines)
-    faster = {**GROUP, "faster": "JACCL mesh of a + b: 2.1 s per chat request instead of 3.9"}
-    told["deployments"] = [{**TWO_REPLICAS, "groups": [faster]}]
-    output = mlxtp(agent.home, "status").output
-    assert "faster: JACCL mesh of a + b: 2.1 s per chat request instead of 3.9" in output
 
 
 LONG = "the model cannot be read: " + "word " * 40 + "and this is its end"
 
 
 @pytest.mark.parametrize("command", [["status"], ["cluster", "members"]])
-def test_a_long_error_has_lines_of_its_own(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_a_long_error_has_lines_of_its_own(agent: Agent, command: list[str]) -> None:
     """Below the table, which it would squeeze; indented, and broken between words."""
-    mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
-    told = {**STATUS, "members": [MEMBER, mini]}
-    monkeypatch.setitem(agent.admin.answers, command[-1], told)
-    plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
-    shown = mlxtp(agent.home, *command, width=80).output.splitlines()
-    monkeypatch.setitem(agent.admin.answers, command[-1], plain)
-    without = mlxtp(agent.home, *command, width=80).output.splitlines()
-    assert shown[: len(without)] == without
-    who, *below = shown[len(without) :]
+    shown = []
+    for problem in ("", LONG):
+        mini = {**STATUS["members"][1], "model_problem": problem, "notes": []}
+        agent.says(command[-1], **{**STATUS, "members": [MEMBER, mini]})
+        shown.append(agent.shown(*command, width=80).splitlines())
+    without, told = shown
+    assert told[: len(without)] == without
+    who, *below = told[len(without) :]
     assert who == "mini:"
     assert all(line.startswith("  ") for line in below)
     assert " ".join(" ".join(below).split()) == f"- {LONG}"
 
 
-def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = {
-        **STATUS,
-        "state": "failed",
-        "reason": "rank 1 [x] is gone",
-        "problem": "two Macs are one",
-        "model": "",
-    }
-    monkeypatch.setitem(agent.admin.answers, "status", status)
-    shown = mlxtp(agent.home, "status").output
+COUNTS = {
+    "drafted": {"lookup": 0, "mtp": 40, "draft": 1000}, "accepted": {"lookup": 0, "mtp": 30, "draft": 50}
+}  # fmt: skip
+DRAFTS = {"group": "org/model#0", **COUNTS, "width": 2.24, "gain": 1.31, "note": ""}
+NO_DRAFTS = {**DRAFTS, "drafted": dict.fromkeys(("lookup", "mtp", "draft"), 0), "note": "no head"}
+OF_DRAFTS = "MTP head 75% of 40 right, draft model 5% of 1,000 right; 2.2 tokens a step and row at most"
+NO_CACHES = {**dict.fromkeys(CACHES, 0), "group": "org/model#0"}
+OTHER = {**CACHES, "group": "org/[other]#0", "fetched": 0, "disk_room_bytes": 0}
+KEPT, REUSED = "1.5 GB kept", "20 MB evicted; 1,200 prompts began with 34,000 of their tokens"
+OF_CACHES = f"{KEPT}, 12.0 GB of 50.0 GB on disk, {REUSED}, 9,000 of these from disk"
+FASTER = "JACCL mesh of a + b: 2.1 s per chat request instead of 3.9"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"deployments": [{**TWO_REPLICAS, "groups": [{**GROUP, "faster": FASTER}]}]}, f"faster: {FASTER}"),
+        ({"problem": "two Macs are one"}, "two Macs are one"),
+        ({"left_wired": "90.0 GB stayed wired"}, "90.0 GB stayed wired"),
+        ({"slow_link": "it carries 12.5 MB/s"}, "it carries 12.5 MB/s"),
+        ({"fabric": RESULT}, "fabric: 195 µs a collective, measured 2026-"),
+        ({"drafts": [NO_DRAFTS]}, "drafts: no head"),
+        ({"drafts": [DRAFTS]}, f"drafts: {OF_DRAFTS}; recent steps gave 1.31 times the tokens of plain ones"),
+        ({"drafts": [{**DRAFTS, "gain": 0.0}, NO_DRAFTS]}, f"drafts of org/model#0: {OF_DRAFTS}"),
+        ({"drafts": [{**DRAFTS, "gain": 0.0}, NO_DRAFTS]}, "drafts of org/model#0: no head"),
+        ({"caches": [CACHES]}, f"caches of earlier prompts: {OF_CACHES}"),
+        ({"caches": [CACHES, OTHER]}, f"caches of earlier prompts of org/model#0: {OF_CACHES}"),
+        ({"caches": [CACHES, OTHER]}, f"caches of earlier prompts of org/[other]#0: {KEPT}, {REUSED}"),
+    ],
+)
+def test_the_status_says_what_is_special(agent: Agent, changes: dict[str, object], said: str) -> None:
+    assert said in " ".join(agent.says("status", **changes).shown("status").split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"world_size": 1}, "fabric"),
+        ({"drafts": []}, "drafts"),
+        ({"caches": []}, "earlier prompts"),
+        ({"caches": [NO_CACHES]}, "earlier prompts"),
+    ],
+)
+def test_the_status_says_nothing_of_what_is_not(agent: Agent, changes: dict[str, object], word: str) -> None:
+    assert word not in agent.says("status", **changes).shown("status")
+
+
+def test_a_status_that_is_not_well_begins_with_why(agent: Agent) -> None:
+    shown = agent.says("status", state="failed", model="", reason="rank 1 [x] is gone").shown("status")
     assert shown.startswith("failed   epoch 7\n")
     assert "rank 1 [x] is gone" in shown
-    assert "two Macs are one" in shown
-
-
-def test_drafts_are_shown_once_there_are_any(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {
-        "drafted": {"lookup": 0, "mtp": 40, "draft": 1000},
-        "accepted": {"lookup": 0, "mtp": 30, "draft": 50},
-    }
-    some = {"group": "org/model#0", **counts, "width": 2.24, "gain": 1.31, "note": ""}
-    none = {**some, "drafted": dict.fromkeys(("lookup", "mtp", "draft"), 0), "note": "no head"}
-    shown = []
-    for drafts in ([], [none], [some], [{**some, "gain": 0.0}, none]):
-        monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "drafts": drafts})
-        shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
-    said = "MTP head 75% of 40 right, draft model 5% of 1,000 right; 2.2 tokens a step and row at most"
-    assert "drafts" not in shown[0]
-    assert "drafts: no head" in shown[1]
-    assert f"drafts: {said}; recent steps gave 1.31 times the tokens of plain ones" in shown[2]
-    assert f"drafts of org/model#0: {said}" in shown[3]
-    assert "drafts of org/model#0: no head" in shown[3]
-
-
-def test_the_use_of_kept_caches_is_shown_once_there_is_any(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = {**dict.fromkeys(CACHES, 0), "group": "org/model#0"}
-    other = {**CACHES, "group": "org/[other]#0", "fetched": 0, "disk_room_bytes": 0}
-    shown = []
-    for caches in ([], [none], [CACHES], [CACHES, other]):
-        monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "caches": caches})
-        shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
-    kept, reused = "1.5 GB kept", "20 MB evicted; 1,200 prompts began with 34,000 of their tokens"
-    both = f"{kept}, 12.0 GB of 50.0 GB on disk, {reused}, 9,000 of these from disk"
-    assert ["earlier prompts" in each for each in shown] == [False, False, True, True]
-    assert f"caches of earlier prompts: {both}" in shown[2]
-    assert f"caches of earlier prompts of org/model#0: {both}" in shown[3]
-    assert f"caches of earlier prompts of org/[other]#0: {kept}, {reused}" in shown[3]
 
 
 def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
     with _own_home(agent.home):
-        listed = mlxtp(agent.home, "cache", "list").output.splitlines()
+        listed = agent.shown("cache", "list").splitlines()
         assert listed[1].split() == [
             "org/model#0", "1.5", "GB", "20", "MB", "3.0", "GB", "1,200", "34,000", "9,000",
         ]  # fmt: skip
@@ -454,30 +445,24 @@ def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
             "org/big#0 keeps 4,096 tokens; its rank 0 is on mini [left], where `mlxtp cache list` has more"
         )
         assert listed[4] == "on this Mac's disk: 12.0 GB of 50.0 GB, in /home/kv-cache"
-        assert listed[6].split()[:10] == [
-            "org/[model]",
-            "1,234",
-            "12.0",
-            "GB",
-            "0",
-            "of",
-            "1;",
-            "0,",
-            "1",
-            "of",
-        ]
-        assert mlxtp(agent.home, "cache", "clear").output == (
+        row = ["org/[model]", "1,234", "12.0", "GB", "0", "of", "1;", "0,", "1", "of"]
+        assert listed[6].split()[:10] == row
+        narrow = agent.shown("cache", "list", width=80).splitlines()
+        headers = [" ".join(line.split()) for line in narrow]
+        assert headers[0] == "group kept evicted written prompts tokens reused from disk"
+        assert narrow[1].startswith("org/model#0 ")
+        assert "model blocks size ranks last used" in headers
+        agent.admin.asked.clear()
+        assert agent.shown("cache", "clear") == (
             "org/model#0: 1.5 GB dropped\norg/[model]: 12.0 GB removed from this Mac's disk\n"
             "org/big#0 has its rank 0 on mini [left]: clear it there\n"
             "not removed: what is on the disks of air, mini [left]; clear it there\n"
         )
-        assert json.loads(mlxtp(agent.home, "cache", "clear", "org/model", "--json").output)["groups"] == [
-            CACHES
-        ]
+        assert json.loads(agent.shown("cache", "clear", "org/model", "--json"))["groups"] == [CACHES]
         for options in (["--disk"], ["--memory"], ["--memory", "--disk"]):
-            mlxtp(agent.home, "cache", "clear", *options)
+            agent.shown("cache", "clear", *options)
         assert agent.admin.asked == [
-            ("caches",), ("caches/clear", "", ""), ("caches/clear", "org/model", ""),
+            ("caches/clear", "", ""), ("caches/clear", "org/model", ""),
             ("caches/clear", "", "disk"), ("caches/clear", "", "memory"), ("caches/clear", "", ""),
         ]  # fmt: skip
         agent.admin.error = UserError("tiny has no rank 0 on this Mac")
@@ -505,39 +490,18 @@ def test_the_disk_is_listed_and_cleared_while_no_agent_runs(tmp_path: Path) -> N
     assert mlxtp(tmp_path, "cache", "list").output.endswith("\non this Mac's disk: off\n")
 
 
-def test_the_headers_of_caches_take_one_line_at_80_columns(agent: Agent) -> None:
-    with _own_home(agent.home):
-        lines = mlxtp(agent.home, "cache", "list", width=80).output.splitlines()
-    assert " ".join(lines[0].split()) == "group kept evicted written prompts tokens reused from disk"
-    assert lines[1].startswith("org/model#0 ")
-    assert "model blocks size ranks last used" in [" ".join(each.split()) for each in lines]
-
-
-def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "left_wired": "90.0 GB stayed wired"})
-    assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
-
-
-def test_a_link_that_is_far_too_slow_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "slow_link": "it carries 12.5 MB/s"})
-    assert "\n  it carries 12.5 MB/s\n" in mlxtp(agent.home, "status").output
-
-
-def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent) -> None:
     own = ("state", "reason", "model", "epoch", "caches", "ranks", "drafts", "left_wired", "slow_link")
-    alone = {name: STATUS[name] for name in own} | {
-        "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
-        "world_size": 1,
-        "kind": "",
-        "split": [],
-    }
-    monkeypatch.setitem(agent.admin.answers, "status", alone)
-    assert mlxtp(agent.home, "status").output == "ready org/model on this Mac   epoch 7\n"
-    alone |= {"world_size": 2, "kind": "a ring over loopback"}
-    said = "ready org/model, 2 ranks on this Mac, a ring over loopback"
-    assert mlxtp(agent.home, "status").output == f"{said}   epoch 7\n"
-    alone |= {"split": [40, 24]}
-    assert mlxtp(agent.home, "status").output == f"{said}, pipeline of 40 + 24 layers   epoch 7\n"
+    deployments = [{**TWO_REPLICAS, "groups": [GROUP]}]
+    alone = {name: STATUS[name] for name in own} | {"deployments": deployments}
+    ring = "ready org/model, 2 ranks on this Mac, a ring over loopback"
+    for size, kind, split, said in (
+        (1, "", [], "ready org/model on this Mac"),
+        (2, "a ring over loopback", [], ring),
+        (2, "a ring over loopback", [40, 24], f"{ring}, pipeline of 40 + 24 layers"),
+    ):
+        agent.admin.answers["status"] = {**alone, "world_size": size, "kind": kind, "split": split}
+        assert agent.shown("status") == f"{said}   epoch 7\n"
 
 
 @pytest.mark.parametrize(
@@ -568,21 +532,19 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
     ],
 )
 def test_serve_says_what_becomes_of_the_deployments(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, served: dict[str, object], said: str
+    agent: Agent, served: dict[str, object], said: str
 ) -> None:
-    monkeypatch.setitem(agent.admin.answers, "serve", SERVED | served)
-    output = mlxtp(agent.home, "serve", "org/model").output
+    output = agent.says("serve", **served).shown("serve", "org/model")
     assert output.replace("\n", " ").startswith(said)
 
 
-def test_unload_says_what_stays(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {"unloaded": ["tiny"], "left": ["org/a", "org/b"], "cancelled": []}
-    monkeypatch.setitem(agent.admin.answers, "unload", left)
-    said = "tiny unloaded; still deployed: org/a, org/b\n"
-    assert mlxtp(agent.home, "unload", "tiny").output == said
-    monkeypatch.setitem(agent.admin.answers, "unload", left | {"unloaded": [], "cancelled": ["org/c"]})
-    said = "org/c is not served once it has come; still deployed: org/a, org/b\n"
-    assert mlxtp(agent.home, "unload", "org/c").output == said
+def test_unload_says_what_stays(agent: Agent) -> None:
+    for unloaded, cancelled, said in (
+        (["tiny"], [], "tiny unloaded"),
+        ([], ["org/c"], "org/c is not served once it has come"),
+    ):
+        agent.says("unload", unloaded=unloaded, left=["org/a", "org/b"], cancelled=cancelled)
+        assert agent.shown("unload", "tiny") == f"{said}; still deployed: org/a, org/b\n"
 
 
 @pytest.mark.parametrize(
@@ -645,34 +607,36 @@ def test_each_command_asks_and_says_what_became_of_it(
     assert result.exit_code == 0
     assert result.output.startswith(said)
     assert agent.admin.asked == [asked]
-    as_json = mlxtp(agent.home, *args, "--json")
-    assert isinstance(json.loads(as_json.output), dict)
+    assert isinstance(json.loads(agent.shown(*args, "--json")), dict)
 
 
 def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
-    answer = {
-        "removed": "mini", "node_id": "cd" * 16, "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}],
-        "with_admitted": False, "held_authority": [], "others": 2, "saved_by": [],
-    }  # fmt: skip
-    agent.admin.answers["remove"] = answer
-    try:
-        lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
-        assert lines[1].startswith("it admitted air [x] (efefefef), still members")
-        assert lines[2].startswith("no other Mac has this on its disk yet")
-        answer |= {"with_admitted": True, "saved_by": ["studio"]}
-        lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
-        assert lines[1:] == ["nor are the Macs that it admitted: air [x] (efefefef)"]
-        answer["held_authority"] = ["mini", "air [x]"]
-        lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
-        assert lines[2].startswith("mini and air [x] held the cluster's authority and may still have its key")
-        answer |= {"problem": "state.json [x] cannot be written", "held_authority": []}
-        lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
-        assert (
-            lines[2]
-            == "state.json [x] cannot be written. The removal is on the disk of studio; free space here"
-        )
-    finally:
-        del agent.admin.answers["remove"]
+    let_in = [{"node_id": "ef" * 16, "name": "air [x]"}]
+    problem = "state.json [x] cannot be written"
+    for changes, line, said in (
+        ({}, 1, "it admitted air [x] (efefefef), still members"),
+        ({}, 2, "no other Mac has this on its disk yet"),
+        (
+            {"with_admitted": True, "saved_by": ["studio"]},
+            1,
+            "nor are the Macs that it admitted: air [x] (efefefef)",
+        ),
+        (
+            {"saved_by": ["studio"], "held_authority": ["mini", "air [x]"]},
+            2,
+            "mini and air [x] held the cluster's authority and may still have its key",
+        ),
+        (
+            {"saved_by": ["studio"], "problem": problem},
+            2,
+            f"{problem}. The removal is on the disk of studio; free space here",
+        ),
+    ):
+        answer = {"removed": "mini", "node_id": "cd" * 16, "let_in": let_in, "others": 2}
+        none: dict[str, object] = {"with_admitted": False, "held_authority": [], "saved_by": []}
+        agent.says("remove", **answer, **(none | changes))
+        lines = agent.shown("cluster", "remove", "mini", "--with-admitted").splitlines()
+        assert lines[line].startswith(said), lines
 
 
 @pytest.mark.parametrize("yes", [True, False])
@@ -682,7 +646,7 @@ def test_in_a_terminal_it_is_asked_about_them(
     asked: list[str] = []
     monkeypatch.setattr("typer.confirm", lambda words: (asked.append(words), yes)[1])
     monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
-    mlxtp(agent.home, "cluster", "remove", "mini")
+    agent.shown("cluster", "remove", "mini")
     assert asked == ["mini admitted air [x] (efefefef). Remove them too?"]
     assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
 
@@ -694,10 +658,10 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
     assert (refused.exit_code, agent.admin.asked) == (1, [("authority", "mini", "", "")])
     assert "mini [x] would be able to make and remove members; --yes confirms that" in refused.output
     assert "to which member?" in refusal(agent.home, "cluster", "authority", "move", " ")
-    added = mlxtp(agent.home, "cluster", "authority", "add", "mini", "--yes").output
+    added = agent.shown("cluster", "authority", "add", "mini", "--yes")
     assert added == "mini [x] has the key on its disk; studio and mini [x] can let Macs in\n"
     assert agent.admin.asked[-2:] == [("authority", "mini", "", ""), ("authority", "mini", "", "yes")]
-    moved = mlxtp(agent.home, "cluster", "authority", "move", "mini", "--yes").output.splitlines()
+    moved = agent.shown("cluster", "authority", "move", "mini", "--yes").splitlines()
     assert moved[1:] == ["this Mac has forgotten it; backups of this Mac still have it"]
     assert agent.admin.asked[-1] == ("authority", "mini", "yes", "yes")
     monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
@@ -710,7 +674,7 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
                 raise typer.Abort
 
         monkeypatch.setattr("typer.confirm", confirm)
-        mlxtp(agent.home, "cluster", "authority", "add", "mini")
+        agent.shown("cluster", "authority", "add", "mini")
     assert set(asked) == {"mini [x] will be able to make and remove members. Hand over the key?"}
     assert [each[3] for each in agent.admin.asked[before:]] == ["", "", "yes"]
 
@@ -718,12 +682,7 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
 def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
     let_in = {"admitted_by": "ab" * 16, "admitted_by_name": "studio", "joined_from": "10.0.0.7"}
     members = [{**MEMBER, "name": "mini [x]", **let_in, "joined_at": 1_780_000_000}, MEMBER]
-    told: dict[str, object] = {"cluster": "c" * 16, "members": members}
-    agent.admin.answers["members"] = told
-    try:
-        output = mlxtp(agent.home, "cluster", "members").output
-    finally:
-        del agent.admin.answers["members"]
+    output = agent.says("members", cluster="c" * 16, members=members).shown("cluster", "members")
     assert output.count("was admitted") == 1
     assert "mini [x] was admitted by studio from 10.0.0.7, at 2026-05-2" in output
 
@@ -732,8 +691,8 @@ def test_the_page_is_where_the_agent_is_and_has_its_key(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"{agent.url}/#key={quote(KEY)}"
-    assert mlxtp(agent.home, "page").output == f"{address}\n"
-    assert json.loads(mlxtp(agent.home, "page", "--json").output) == {"url": address}
+    assert agent.shown("page") == f"{address}\n"
+    assert json.loads(agent.shown("page", "--json")) == {"url": address}
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or len(opened) == 1)
     assert mlxtp(agent.home, "page", "--open").exit_code == 0
@@ -758,8 +717,7 @@ def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:
         assert agent.admin.asked == [("drain", "10"), ("progress",)]
     thread.join(WAIT_S)
     assert json.loads(said[0].stdout) == {"ended": True, "cut": 1}
-    plain = mlxtp(agent.home, "drain")
-    assert plain.stdout == "mlxtp has stopped on this Mac; requests that were cut: 1\n"
+    assert agent.shown("drain") == "mlxtp has stopped on this Mac; requests that were cut: 1\n"
     assert agent.admin.asked[2:] == [("drain", ""), ("progress",)]
 
 
@@ -774,14 +732,12 @@ def test_a_folder_is_served_by_its_whole_path(
 ) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    mlxtp(agent.home, "serve", "model")
+    agent.shown("serve", "model")
     assert agent.admin.asked == [("serve", str(tmp_path / "model"), "")]
 
 
 def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
-    planned = mlxtp(agent.home, "plan", str(folder_of("llama-3.3-70b-4bit")), "--json")
-    assert planned.exit_code == 0, planned.output
-    made = json.loads(planned.output)
+    made = json.loads(agent.shown("plan", str(folder_of("llama-3.3-70b-4bit")), "--json"))
     assert {"studio", "mini"} >= set(made["alternatives"][0]["names"])
     assert made["now"]["macs"] == ["mini"]
     [_, (asked, model, described, *wishes)] = agent.admin.asked
@@ -801,25 +757,22 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
 def test_a_plan_says_where_a_model_would_run_beside_what_runs(
     agent: Agent, now: dict[str, object], line: str
 ) -> None:
-    agent.admin.answers["plan/now"] = {
-        **{"macs": ["mini"], "kind": "alone", "split": [], "why": "", "gives_way": []},
-        **now,
-    }
-    said = mlxtp(agent.home, "plan", "tiny").output
+    agent.says(
+        "plan/now", **{"macs": ["mini"], "kind": "alone", "split": [], "why": "", "gives_way": []} | now
+    )
+    said = agent.shown("plan", "tiny")
     assert f"served now, beside what runs: {line}\n" in said
-    alone = mlxtp(agent.home, "plan", "tiny", "--machines", str(DESK)).output
+    alone = agent.shown("plan", "tiny", "--machines", str(DESK))
     assert "served now" not in alone, "these Macs serve nothing"
 
 
-def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(agent: Agent) -> None:
     told = on_ethernet(asyncio.run(agent.admin.carry_out(PresentMachines())))
-    monkeypatch.setitem(agent.admin.answers, "plan", told)
-    agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
+    agent.admin.answers["plan"] = told
+    agent.says("settings", settings={"model_folders": []}, origins={})
 
     def is_pipeline(*args: str) -> bool:
-        made = json.loads(mlxtp(agent.home, "plan", "tiny", "--json", *args).output)
+        made = json.loads(agent.shown("plan", "tiny", "--json", *args))
         return bool(made["chosen"]["split"])
 
     assert not is_pipeline()
@@ -851,40 +804,33 @@ def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
 
 
 def test_a_fabric_in_a_pipe_can_be_pasted(agent: Agent) -> None:
-    shown = mlxtp(agent.home, "bench", "--fabric", width=40).output.splitlines()
+    shown = agent.shown("bench", "--fabric", width=40).splitlines()
     assert shown[1:4] == ["", "| bytes | sum | a link | gather | a link |", "|--:|--:|--:|--:|--:|"]
     assert shown[6] == "| 16 MiB | 2 ms | 8.39 GB/s | 2.5 ms | 6.71 GB/s |"
     assert shown[8].startswith("a collective within a forward: 195 µs")
     assert len(shown) == 9
 
 
-def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "fabric": RESULT})
-    assert "fabric: 195 µs a collective, measured 2026-" in mlxtp(agent.home, "status").output
-    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "world_size": 1})
-    assert "fabric" not in mlxtp(agent.home, "status").output
-
-
-def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_counts_with_what_was_measured(agent: Agent) -> None:
     """Two Macs on Ethernet share whole layers only, until it turns out that theirs is a fast one."""
     told = on_ethernet(asyncio.run(agent.admin.carry_out(PresentMachines())))
-    monkeypatch.setitem(agent.admin.answers, "plan", told)
+    agent.admin.answers["plan"] = told
     args = ("plan", str(folder_of("llama-3.3-70b-4bit")), "--json")
-    apart = json.loads(mlxtp(agent.home, *args).output)
+    apart = json.loads(agent.shown(*args))
     assert apart["chosen"]["split"]
     told["fabric_networks"] = "private"  # the agent's setting counts, unless the plan has its own
     for options, macs in (((), 1), (("--fabric-networks", "any"), 2)):
-        assert json.loads(mlxtp(agent.home, *args, *options).output)["chosen"]["nodes"] == macs
+        assert json.loads(agent.shown(*args, *options))["chosen"]["nodes"] == macs
     told["fabric_networks"] = "any"
     kind = "ring over Ethernet"
     fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
-    monkeypatch.setitem(agent.admin.answers, "plan", {**told, "fabric": [fast]})
-    together = json.loads(mlxtp(agent.home, *args).output)
+    told["fabric"] = [fast]
+    together = json.loads(agent.shown(*args))
     assert (together["chosen"]["kind"], together["chosen"]["nodes"]) == (kind, 2)
     assert together["chosen"]["speed"]["measured"] is True
-    shown = " ".join(mlxtp(agent.home, *args[:-1]).output.split())
+    shown = " ".join(agent.shown(*args[:-1]).split())
     assert "collectives, fences included (measured)" in shown
-    fast_fences = json.loads(mlxtp(agent.home, *args, "--fast-fences").output)["chosen"]
+    fast_fences = json.loads(agent.shown(*args, "--fast-fences"))["chosen"]
     assert fast_fences["speed"]["measured"] is False  # those were not measured
 
 
@@ -899,8 +845,9 @@ def test_what_the_agent_refuses_is_one_line(agent: Agent) -> None:
 
 def test_what_the_agent_refuses_keeps_its_code(agent: Agent) -> None:
     agent.admin.error = UserError("anna is away", Code.NOT_READY)
-    refused = mlxtp(agent.home, "token", "--json")
-    assert json.loads(refused.stdout) == {"error": {"code": "not_ready", "message": "anna is away"}}
+    assert json.loads(mlxtp(agent.home, "token", "--json").stdout) == {
+        "error": {"code": "not_ready", "message": "anna is away"}
+    }
 
 
 @pytest.mark.parametrize("name", ["", " "])
@@ -922,12 +869,10 @@ def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: 
     copy = (embedded_model_path() / "config.json").read_text()
     (tmp_path / "models" / "small" / "config.json").write_text(copy)
     plan = ("plan", "small", "--json")
-    agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
-    assert json.loads(mlxtp(agent.home, *plan).output)["error"]["code"] == "model_not_found"
-    agent.admin.answers["settings"] = {
-        "settings": {"model_folders": [str(tmp_path / "models")]}, "origins": {},
-    }  # fmt: skip
-    assert json.loads(mlxtp(agent.home, *plan).output)["model"]["name"] == "small"
+    agent.says("settings", settings={"model_folders": []}, origins={})
+    assert json.loads(agent.shown(*plan))["error"]["code"] == "model_not_found"
+    agent.says("settings", settings={"model_folders": [str(tmp_path / "models")]}, origins={})
+    assert json.loads(agent.shown(*plan))["model"]["name"] == "small"
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "config.toml").write_text(f'model_folders = ["{tmp_path / "models"}"]')

@@ -57,45 +57,6 @@ def decided(**changes: Any) -> Action:
 
 
 UNREST = Wait("members come and go", NOW + 1)
-ELSEWHERE: dict[str, Any] = {"assignee": "b", "form": None}
-
-
-# --- forming ----------------------------------------------------------------------------------------------
-
-
-def test_the_owner_forms_what_is_wanted_under_the_next_number() -> None:
-    assert decided() == FormEpoch(9, form("a", "b"), ("a-1", "b-1"))
-
-
-def test_no_other_agent_forms_anything() -> None:
-    assert decided(**ELSEWHERE) == NoAction()
-    assert decided(assignee="", form=None) == NoAction()
-
-
-def test_when_nothing_is_wanted_nothing_is_formed() -> None:
-    assert decided(model="", form=None) == NoAction()
-
-
-def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
-    assert decided(unrest=UNREST) == UNREST
-
-
-def test_what_cannot_be_formed_waits_with_the_reason() -> None:
-    assert decided(form=None, refusal="it still comes") == Wait("it still comes", math.inf)
-
-
-def test_no_silent_member_is_taken_along() -> None:
-    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(statuses=silent) == Wait("mini is silent")
-
-
-def test_a_rank_that_is_not_here_is_waited_for() -> None:
-    assert decided(form=form("a", "d")) == Wait("d is not here", lacks="d")
-    assert decided(statuses=here("a", "c", b=LOST["dead"])) == Wait("mini is not here", lacks="b")
-
-
-# --- losing a member --------------------------------------------------------------------------------------
-
 LOST = {
     "dead": MemberStatus(MemberState.DEAD, "b-1", False),
     "left": MemberStatus(MemberState.LEFT, "b-1", False),
@@ -104,6 +65,120 @@ LOST = {
     "its link broke": MemberStatus(MemberState.SUSPECT, "b-1", False),
     "its agent was restarted": MemberStatus(MemberState.ALIVE, "b-2", True),
 }
+SILENT = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
+B_DEAD = here("a", "c", b=LOST["dead"])
+IDLE, BUSY = runs("a", "b"), runs("a", "b", open_requests=2)
+OTHER_MODEL: dict[str, Any] = {"model": "qwen", "form": form("a", "b", model="qwen")}
+ELSEWHERE: dict[str, Any] = {"assignee": "b", "form": None}
+B_SERVES: dict[str, Any] = {"others": {"b": 0}, **ELSEWHERE}
+C_SERVES: dict[str, Any] = {"others": {"c": 0}, **ELSEWHERE}
+A_STOPS: dict[str, Any] = {"draining": frozenset("a")}
+B_STOPS: dict[str, Any] = {"draining": frozenset("b")}
+LATE: dict[str, Any] = {"waiting_since": NOW - 10}
+FORMS = FormEpoch(9, form("a", "b"), ("a-1", "b-1"))
+FOR_REQUESTS = Wait("open requests: 2", NOW + 10, for_requests=True)
+FOR_ONE = Wait("open requests: 1", NOW + 10, for_requests=True)
+FOR_MINI = Wait("mini has yet to serve the group", NOW + 10, for_requests=True)
+MINI_HAS_IT = StopEpoch("mini has the group now")
+MINI_STOPS = StopEpoch("mini is about to stop, and another group goes on")
+STUDIO_STOPS = StopEpoch("studio is about to stop, and another group goes on")
+ANEW = StopEpoch("it forms again on studio + book")
+UNLOADED: dict[str, Any] = {"model": "", "form": None}
+AT_B_AND_C: dict[str, Any] = {"form": form("b", "c")}
+
+CASES: dict[str, tuple[dict[str, Any], Action]] = {
+    "the owner forms what is wanted under the next number": ({}, FORMS),
+    "no other agent forms anything": (ELSEWHERE, NoAction()),
+    "nor where no agent is to": ({"assignee": "", "form": None}, NoAction()),
+    "when nothing is wanted nothing is formed": (UNLOADED, NoAction()),
+    "members have to stop coming and going": ({"unrest": UNREST}, UNREST),
+    "what cannot be formed waits": ({"form": None, "refusal": "it comes"}, Wait("it comes", math.inf)),
+    "no silent member is taken along": ({"statuses": SILENT}, Wait("mini is silent")),
+    "a rank that never was here is waited for": ({"form": form("a", "d")}, Wait("d is not here", lacks="d")),
+    "a rank that is gone is waited for": ({"statuses": B_DEAD}, Wait("mini is not here", lacks="b")),
+    "a participant that is merely silent is not gone": ({**IDLE, "statuses": SILENT}, NoAction()),
+    **{
+        f"an unloaded model ends its epoch, owned by {who!r}": (
+            {**BUSY, **UNLOADED, "assignee": who},
+            StopEpoch("llama was unloaded"),
+        )
+        for who in ("a", "b", "")
+    },
+    "another model takes its place": ({**IDLE, **OTHER_MODEL}, StopEpoch("qwen is wanted now")),
+    "once requests are done": ({**BUSY, **OTHER_MODEL}, FOR_REQUESTS),
+    "of which it waits so long": (
+        {**BUSY, **OTHER_MODEL, "waiting_since": NOW - 1},
+        replace(FOR_REQUESTS, until=NOW + 9),
+    ),
+    "and not for ever": ({**BUSY, **OTHER_MODEL, **LATE}, StopEpoch("qwen is wanted now")),
+    "while the next model comes it goes on": (
+        {**BUSY, "model": "qwen", "form": None, "refusal": "it comes"},
+        NoAction(),
+    ),
+    "a running epoch is left alone": (IDLE, NoAction()),
+    "with no better place, too": ({**IDLE, "form": None, "refusal": "too slow"}, NoAction()),
+    "and before it is ready": (runs("a", "b", ready=False), NoAction()),
+    "it forms anew elsewhere": ({**IDLE, "form": form("a", "c")}, ANEW),
+    "on fewer Macs": ({**IDLE, "form": form("a")}, StopEpoch("it forms again on studio")),
+    "over another fabric": (
+        {**IDLE, "form": form("a", "b", kind="jaccl")},
+        StopEpoch("it forms again on studio + mini"),
+    ),
+    "with another split": (
+        {**IDLE, "form": form("a", "b", split=(3, 1))},
+        StopEpoch("it forms again on studio + mini"),
+    ),
+    "at once where it is not ready": ({**runs("a", "b", ready=False), "form": form("a", "c")}, ANEW),
+    "else once requests are done": ({**BUSY, "form": form("a", "c")}, FOR_REQUESTS),
+    "or take too long": ({**BUSY, "form": form("a", "c"), **LATE}, ANEW),
+    "it ends for another place only when that is calm": ({**runs("a"), "unrest": UNREST}, UNREST),
+    "and all of it is heard": ({**runs("a"), "statuses": SILENT}, Wait("mini is silent")),
+    "a former owner goes on until its requests are done": ({**BUSY, **B_SERVES}, FOR_REQUESTS),
+    "and no longer than its patience": ({**BUSY, **LATE, **B_SERVES}, MINI_HAS_IT),
+    "without requests it ends": ({**IDLE, **B_SERVES}, MINI_HAS_IT),
+    "it goes on until the next one serves": ({**runs("a", "c"), **C_SERVES}, FOR_MINI),
+    "or no other does": ({**runs("a", "c"), **ELSEWHERE}, FOR_MINI),
+    "and not for ever then": ({**runs("a", "c"), **LATE, **C_SERVES}, MINI_HAS_IT),
+    "nor before it is ready": ({**runs("a", "c", ready=False), **C_SERVES}, MINI_HAS_IT),
+    "nor when the next one is dead": ({**runs("a", "c"), **C_SERVES, "statuses": B_DEAD}, MINI_HAS_IT),
+    "a group without a place ends with the reason": (
+        {**runs("a"), "assignee": "", "form": None, "refusal": "1 replica is wanted"},
+        StopEpoch("1 replica is wanted"),
+    ),
+    "a new owner waits for the requests of the epoch before": ({"others": {"b": 1}}, FOR_ONE),
+    "but not for ever": ({"others": {"b": 1}, **LATE}, FORMS),
+    "nor without requests": ({"others": {"b": 0}}, FORMS),
+    "it waits for a lost rank first": (
+        {"others": {"b": 1}, "statuses": B_DEAD},
+        Wait("mini is not here", lacks="b"),
+    ),
+    "and not for the requests of a dead one": (
+        {"others": {"b": 1}, "form": form("a", "c"), "statuses": B_DEAD},
+        FormEpoch(9, form("a", "c"), ("a-1", "c-1")),
+    ),
+    "for a Mac that stops it ends at once, with any requests": (
+        {**BUSY, "form": form("a", "c"), **B_STOPS},
+        MINI_STOPS,
+    ),
+    "and without calm": ({**BUSY, "form": form("a", "c"), **B_STOPS, "unrest": UNREST}, MINI_STOPS),
+    "and before it is ready, for a Mac that stops": (
+        {**runs("a", "b", ready=False), "form": form("a"), **B_STOPS},
+        MINI_STOPS,
+    ),
+    "also where the owner stops": ({**BUSY, **AT_B_AND_C, **A_STOPS}, STUDIO_STOPS),
+    "once the group is assigned elsewhere": ({**BUSY, **ELSEWHERE, **A_STOPS}, STUDIO_STOPS),
+    "a group that needs its stopping owner goes on": ({**BUSY, **A_STOPS}, NoAction()),
+    "or its stopping participant": ({**BUSY, **B_STOPS}, NoAction()),
+    "who takes no part stops without an effect": ({**IDLE, "draining": frozenset("c")}, NoAction()),
+}
+
+
+@pytest.mark.parametrize(("changes", "action"), CASES.values(), ids=CASES)
+def test_what_the_owner_does(changes: dict[str, Any], action: Action) -> None:
+    assert decided(**changes) == action
+
+
+# --- losing a member --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("said", LOST)
@@ -115,111 +190,10 @@ def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     assert said in action.reason
 
 
-def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
-    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(**runs("a", "b"), statuses=silent) == NoAction()
-
-
 def test_an_unknown_participant_is_gone() -> None:
     action = decided(**runs("a", "zeta-node-id"), statuses=here("a"))
     assert isinstance(action, StopEpoch)
     assert "lost zeta-nod (rank 1)" in action.reason
-
-
-# --- what is wanted changes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("assignee", ["a", "b", ""])
-def test_an_unloaded_model_ends_its_epoch(assignee: str) -> None:
-    own = runs("a", "b", open_requests=1)
-    assert decided(**own, model="", form=None, assignee=assignee) == StopEpoch("llama was unloaded")
-
-
-def test_another_model_takes_its_place_once_requests_are_done_and_not_for_ever() -> None:
-    other: dict[str, Any] = {"model": "qwen", "form": form("a", "b", model="qwen")}
-    over, busy = StopEpoch("qwen is wanted now"), runs("a", "b", open_requests=2)
-    waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
-    assert decided(**runs("a", "b"), **other) == over
-    assert decided(**busy, **other) == waiting
-    assert decided(**busy, waiting_since=NOW - 1, **other) == replace(waiting, until=NOW + 9)
-    assert decided(**busy, waiting_since=NOW - 10, **other) == over
-    assert decided(**busy, model="qwen", form=None, refusal="it comes") == NoAction()
-
-
-# --- another place ----------------------------------------------------------------------------------------
-
-
-def test_a_running_epoch_is_left_alone() -> None:
-    assert decided(**runs("a", "b")) == NoAction()
-    assert decided(**runs("a", "b"), form=None, refusal="too slow") == NoAction()
-    assert decided(**runs("a", "b", ready=False)) == NoAction()
-
-
-@pytest.mark.parametrize(
-    ("other", "where"),
-    [
-        (form("a"), "studio"),
-        (form("a", "c"), "studio + book"),
-        (form("a", "b", kind="jaccl"), "studio + mini"),
-        (form("a", "b", split=(3, 1)), "studio + mini"),
-    ],
-)
-def test_an_epoch_that_is_assigned_otherwise_forms_anew_once_requests_are_done(
-    other: GroupForm, where: str
-) -> None:
-    over, busy = StopEpoch(f"it forms again on {where}"), runs("a", "b", open_requests=2)
-    assert decided(**runs("a", "b"), form=other) == over
-    assert decided(**runs("a", "b", ready=False), form=other) == over
-    assert decided(**busy, form=other) == Wait("open requests: 2", NOW + 10.0, for_requests=True)
-    assert decided(**busy, form=other, waiting_since=NOW - 10) == over
-
-
-def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> None:
-    new: dict[str, Any] = {**runs("a"), "form": form("a", "b")}
-    assert decided(**new, unrest=UNREST) == UNREST
-    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(**new, statuses=silent) == Wait("mini is silent")
-
-
-# --- assigned to another owner, or to other Macs ----------------------------------------------------------
-
-OTHERS: dict[str, Any] = {"others": {"b": 0}}
-
-
-def test_a_former_owner_goes_on_until_its_requests_are_done_and_not_for_ever() -> None:
-    busy = runs("a", "c", open_requests=2)
-    waiting = Wait("open requests: 2", NOW + 10, for_requests=True)
-    over = StopEpoch("mini has the group now")
-    serves = {**OTHERS, **ELSEWHERE}
-    assert decided(**busy, **serves) == waiting
-    assert decided(**busy, waiting_since=NOW - 10, **serves) == over
-    assert decided(**runs("a", "c"), **serves) == over
-
-
-def test_a_former_owner_goes_on_until_the_next_one_serves_and_not_for_ever() -> None:
-    mine, over = runs("a", "c"), StopEpoch("mini has the group now")
-    forming = {"others": {"c": 0}, **ELSEWHERE}
-    waiting = Wait("mini has yet to serve the group", NOW + 10, for_requests=True)
-    assert decided(**mine, **forming) == waiting
-    assert decided(**mine, **ELSEWHERE) == waiting
-    assert decided(**mine, waiting_since=NOW - 10, **forming) == over
-    assert decided(**mine | {"ready": False}, **forming) == over
-    assert decided(**mine, **forming | {"statuses": here("a", "c") | {"b": LOST["dead"]}}) == over
-
-
-def test_a_group_that_has_no_place_any_longer_ends_with_the_reason() -> None:
-    action = decided(**runs("a"), assignee="", form=None, refusal="1 replica is wanted")
-    assert action == StopEpoch("1 replica is wanted")
-
-
-def test_a_new_owner_waits_for_the_requests_of_the_epoch_before() -> None:
-    busy = {"b": 1}
-    assert decided(others=busy) == Wait("open requests: 1", NOW + 10, for_requests=True)
-    assert isinstance(decided(others=busy, waiting_since=NOW - 10), FormEpoch)
-    assert isinstance(decided(**OTHERS), FormEpoch)
-    assert isinstance(decided(others=busy, statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait)
-    gone: dict[str, Any] = {"form": form("a", "c"), "statuses": here("a", "c") | {"b": LOST["dead"]}}
-    assert isinstance(decided(others=busy, **gone), FormEpoch)
 
 
 # --- asked to take part -----------------------------------------------------------------------------------
@@ -244,39 +218,6 @@ def test_it_refuses_any_other_agent_and_anything_old(
     reason = refusal(sender, number, assignee, joined=8)
     assert reason is not None
     assert said in reason
-
-
-# --- those that are about to stop -------------------------------------------------------------------------
-
-B_STOPS: dict[str, Any] = {"draining": frozenset("b")}
-A_STOPS: dict[str, Any] = {"draining": frozenset("a")}
-
-
-def test_a_group_ends_at_once_when_another_can_do_without_the_stopping_agent() -> None:
-    """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
-    busy = runs("a", "b", open_requests=3)
-    stop = StopEpoch("mini is about to stop, and another group goes on")
-    for changes in ({}, {"unrest": UNREST}):
-        assert decided(**busy, form=form("a", "c"), **B_STOPS, **changes) == stop
-    assert decided(**runs("a", "b", ready=False), form=form("a"), **B_STOPS) == stop
-    assert decided(**busy, form=form("b", "c"), **A_STOPS) == StopEpoch(
-        "studio is about to stop, and another group goes on"
-    )
-
-
-def test_a_group_that_needs_the_stopping_agent_goes_on() -> None:
-    for who in (A_STOPS, B_STOPS):
-        assert decided(**runs("a", "b", open_requests=3), **who) == NoAction()
-
-
-def test_who_takes_no_part_stops_without_an_effect() -> None:
-    assert decided(**runs("a", "b"), form=form("a", "b"), draining=frozenset("c")) == NoAction()
-
-
-def test_an_owner_that_stops_ends_its_epoch_once_the_group_is_assigned_elsewhere() -> None:
-    busy = runs("a", "b", open_requests=3)
-    stop = StopEpoch("studio is about to stop, and another group goes on")
-    assert decided(**busy, **A_STOPS, **ELSEWHERE) == stop
 
 
 def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:

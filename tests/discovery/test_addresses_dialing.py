@@ -48,72 +48,111 @@ def dialled(policy: Dialing, until: float, start: float = 0.0, linked: Iterable[
     return times
 
 
-# --- what to dial -----------------------------------------------------------------------------------------
+# --- stories ----------------------------------------------------------------------------------------------
+
+NODES = {"me": ME, "a": ANNA, "b": BEN}
 
 
-def test_addresses_of_all_sources_are_dialled_at_once() -> None:
-    policy = dialing("mac:52414")
-    policy.remember(ANNA, ["10.0.0.1:1"])
-    policy.sighted([sighting(BEN, "10.0.0.2:1")], 0.0)
-    assert policy.tick(0.0, ()) == ["mac:52414", "10.0.0.1:1", "10.0.0.2:1"]
-    assert policy.tick(TICK_S, ()) == []
+def address(name: str) -> str:
+    return f"10.0.0.{name}:1" if name.isdigit() else f"{name}:1"
 
 
-def test_who_is_linked_is_not_dialled() -> None:
-    policy = dialing()
-    policy.remember(ANNA, ["10.0.0.1:1", "10.0.0.3:1"])
-    policy.sighted([sighting(BEN, "10.0.0.2:1")], 0.0)
-    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.2:1"]
-    assert policy.tick(1.0, (BEN,)) == ["10.0.0.1:1", "10.0.0.3:1"]
+def sightings(words: Iterable[str]) -> list[DiscoveredPeer]:
+    """Return those of "a@1 b@2!": node a at address 1, and node b of another cluster, or of none, at 2."""
+    found = []
+    for word in words:
+        node, _, at = word.partition("@")
+        cluster_id = {"!": THEIRS, "?": ""}.get(at[-1], OURS)
+        found.append(sighting(NODES[node], address(at.rstrip("!?")), cluster_id=cluster_id))
+    return found
 
 
-def test_an_address_of_the_user_is_dialled_despite_reports_of_others() -> None:
-    policy = dialing("10.0.0.1:1")
-    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 0.0)
-    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.1:1"]
-    policy.reached("10.0.0.1:1", ANNA, 0.1)
-    assert dialled(policy, 100.0, 0.5, (ANNA,)) == []
-    assert dialled(policy, 101.0, 100.5, ()) != []
+def told(script: str) -> Dialing:
+    """Play "at S what ..." for each sentence of a script, where S is the time; "at 3+a" has a link with a."""
+    policy = dialing(*map(address, script.partition(";")[0].split()))
+    for step in script.split("; ")[1:]:
+        when, what, *words = step.split()
+        at, *linked = when.split("+")
+        now, here = float(at), [NODES[each] for each in linked]
+        match what, words:
+            case "sees", _:
+                policy.sighted(sightings(words), now)
+            case "dials", _:
+                assert policy.tick(now, here) == list(map(address, words)), step
+            case "fails_until", [until]:
+                assert dialled(policy, float(until), now, here)
+            case "rests_until", [until]:
+                assert not dialled(policy, float(until), now, here)
+            case "remember", [node, *addresses]:
+                policy.remember(NODES[node], map(address, addresses))
+            case "remembers", _:
+                known = {NODES[each[0]]: tuple(map(address, each[2:].split(","))) for each in words}
+                assert policy.remembered() == known
+            case "knows", [count]:
+                assert len(policy) == int(count)
+            case "reached", [name, node]:
+                policy.reached(address(name), NODES[node], now)
+            case "failed" | "foreign", [name]:
+                getattr(policy, what)(address(name), now)
+            case "ourselves", [name]:
+                policy.ourselves(address(name))
+            case "forget", [node]:
+                policy.forget(NODES[node])
+            case _:
+                assert what == "other_interfaces"
+                policy.interfaces_changed(now)
+    return policy
 
 
-def test_other_clusters_and_our_own_sightings_are_not_dialled() -> None:
-    policy = dialing()
-    policy.sighted(
-        [sighting(ANNA, "10.0.0.1:1", cluster_id=THEIRS), sighting(BEN, "10.0.0.2:1", cluster_id="")], 0.0
-    )
-    policy.sighted([sighting(ME, "10.0.0.3:1")], 1.0)
-    policy.remember(ME, ["10.0.0.3:1"])
-    assert policy.tick(1.0, ()) == []
-    assert len(policy) == 0
+STORIES = """
+addresses of all sources are dialled at once
+    mac; 0 remember a 1; 0 sees b@2; 0 dials mac 1 2; 0.5 dials
+who is linked is not dialled
+    ; 0 remember a 1 3; 0 sees b@2; 0+a dials 2; 1+b dials 1 3
+an address of the user is dialled despite reports of others
+    1; 0 sees a@1; 0+a dials 1; 0.1 reached 1 a; 0.5+a rests_until 100; 100.5 fails_until 101
+other clusters and our own sightings are not dialled
+    ; 0 sees a@1! b@2?; 1 sees me@3; 1 remember me 3; 1 dials; 1 knows 0
+a sighting that is gone is no longer dialled unless it was once true
+    ; 0 sees a@1 b@2; 0 dials 1 2; 0.1 reached 1 a; 0.2 sees; 0.3 failed 2; 100 dials 1; 100 knows 1
+a new sighting ends the wait and an old one does not
+    1; 0 fails_until 60; 60.5 sees a@1; 60.5 dials 1; 60.5 failed 1; 60.6 sees a@1; 60.9 dials; 61 dials 1
+another interface is a new chance for all
+    mac self other; 0 dials mac self other; 0 ourselves self; 0 foreign other; 0 failed mac; \
+    0.5 fails_until 30; 30.6 other_interfaces; 30.6 dials mac self other
+a dial of which nothing is heard has failed
+    mac; 0 dials mac; 29.9 dials; 30 dials; 30.5 dials mac
+a link that was steady is dialled at once when it breaks
+    mac; 0 fails_until 30; 40 dials mac; 40.1 reached mac a; 41+a rests_until 59; \
+    60 dials mac; 60 failed mac; 60.5 dials mac
+another cluster is not forgotten with its sighting
+    ; 0 sees a@1; 0 dials 1; 0 foreign 1; 1 sees; 1 knows 0; 2 sees a@1; 59 dials; 60 dials 1
+who answers counts more than who was said to be there, even if other members say so
+    ; 0 sees b@1; 0 dials 1; 0.1 reached 1 a; 20 sees b@1 b@2; 20+a dials 2; 20 remembers a:1
+another node at an old address is found
+    ; 0 remember a 1; 0 sees a@2 b@1; 0+a dials 1; 0.1 reached 1 b; 0.1 remembers b:1
+the address of the last link is remembered first
+    ; 0 remember a 1 2; 0 dials 1 2; 1 reached 2 a; 1 remembers a:2,1; 2 reached 1 a; 2 remembers a:1,2
+a node that was removed is forgotten
+    mac; 0 remember a 1; 0 dials mac 1; 0.1 reached mac a; 0.1 failed 1; 0.1 forget a; 0.1 remembers; \
+    60 dials mac; 60 knows 1
+one node is dialled at two addresses at once
+    ; 0 remember a 1 2 3 4 5; 0 dials 1 2
+"""
+"""Of each its name, and below it the user's addresses and what happens."""
+LINES = STORIES.replace("\\\n   ", "").strip().split("\n")
 
 
-def test_a_sighting_that_is_gone_is_no_longer_dialled_unless_it_was_once_true() -> None:
-    policy = dialing()
-    policy.sighted([sighting(ANNA, "10.0.0.1:1"), sighting(BEN, "10.0.0.2:1")], 0.0)
-    assert policy.tick(0.0, ()) == ["10.0.0.1:1", "10.0.0.2:1"]
-    policy.reached("10.0.0.1:1", ANNA, 0.1)
-    policy.sighted([], 0.2)
-    policy.failed("10.0.0.2:1", 0.3)
-    assert policy.tick(100.0, ()) == ["10.0.0.1:1"]
-    assert len(policy) == 1
+@pytest.mark.parametrize("script", LINES[1::2], ids=LINES[::2])
+def test_a_story_of_dialling(script: str) -> None:
+    assert len(told(script)) <= MAX_KNOWN
 
 
-# --- patience ---------------------------------------------------------------------------------------------
+# --- patience, over and over ------------------------------------------------------------------------------
 
 
 def test_the_wait_doubles_from_half_a_second_to_ten() -> None:
     assert dialled(dialing("mac:1"), 60.0) == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5, 45.5, 55.5]
-
-
-def test_a_new_sighting_ends_the_wait_and_an_old_one_does_not() -> None:
-    policy = dialing("10.0.0.1:1")
-    dialled(policy, 60.0)
-    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 60.5)
-    assert policy.tick(60.5, ()) == ["10.0.0.1:1"]
-    policy.failed("10.0.0.1:1", 60.5)
-    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 60.6)
-    assert policy.tick(60.9, ()) == []
-    assert policy.tick(61.0, ()) == ["10.0.0.1:1"]
 
 
 def test_a_sighting_that_comes_and_goes_does_not_make_us_dial_without_rest() -> None:
@@ -126,37 +165,6 @@ def test_a_sighting_that_comes_and_goes_does_not_make_us_dial_without_rest() -> 
             times.append(now)
             policy.failed(address, now)
     assert len(times) <= 10.0 / FIRST_BACKOFF_S + 1
-
-
-def test_another_interface_is_a_new_chance_for_all() -> None:
-    policy = dialing("mac:1", "self:1", "other:1")
-    policy.tick(0.0, ())
-    policy.ourselves("self:1")
-    policy.foreign("other:1", 0.0)
-    policy.failed("mac:1", 0.0)
-    dialled(policy, 30.0, 0.5)
-    policy.interfaces_changed(30.6)
-    assert policy.tick(30.6, ()) == ["mac:1", "self:1", "other:1"]
-
-
-def test_a_dial_of_which_nothing_is_heard_has_failed() -> None:
-    policy = dialing("mac:1")
-    assert policy.tick(0.0, ()) == ["mac:1"]
-    assert policy.tick(DIAL_S - 0.1, ()) == []
-    assert policy.tick(DIAL_S, ()) == []
-    assert policy.tick(DIAL_S + FIRST_BACKOFF_S, ()) == ["mac:1"]
-
-
-def test_a_link_that_was_steady_is_dialled_at_once_when_it_breaks() -> None:
-    policy = dialing("mac:1")
-    dialled(policy, 30.0)
-    assert policy.tick(40.0, ()) == ["mac:1"]
-    policy.reached("mac:1", ANNA, 40.1)
-    for now in range(41, 60):
-        assert policy.tick(float(now), (ANNA,)) == []
-    assert policy.tick(60.0, ()) == ["mac:1"]
-    policy.failed("mac:1", 60.0)
-    assert policy.tick(60.5, ()) == ["mac:1"]
 
 
 def test_a_link_that_breaks_again_and_again_is_not_dialled_without_rest() -> None:
@@ -172,16 +180,8 @@ def test_a_link_that_breaks_again_and_again_is_not_dialled_without_rest() -> Non
     assert STEADY_S > 0.1
 
 
-# --- who answers ------------------------------------------------------------------------------------------
-
-
 def test_we_are_not_dialled_again() -> None:
-    policy = dialing("mac:1")
-    policy.sighted([sighting(ANNA, "10.0.0.1:1", "10.0.0.2:1")], 0.0)
-    policy.tick(0.0, ())
-    policy.ourselves("mac:1")
-    policy.reached("10.0.0.1:1", ME, 0.0)
-    policy.failed("10.0.0.2:1", 0.0)
+    policy = told("mac; 0 sees a@1 a@2; 0 dials mac 1 2; 0 ourselves mac; 0 reached 1 me; 0 failed 2")
     for step in range(400):
         now = step * TICK_S
         policy.sighted([sighting(ANNA, "10.0.0.1:1")] if step % 2 else [], now)
@@ -198,60 +198,6 @@ def test_another_cluster_is_dialled_once_a_minute() -> None:
             policy.foreign("mac:1", now)
         now += TICK_S
     assert times == [0.0, FOREIGN_S, 2 * FOREIGN_S, 3 * FOREIGN_S]
-
-
-def test_another_cluster_is_not_forgotten_with_its_sighting() -> None:
-    policy = dialing()
-    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 0.0)
-    policy.tick(0.0, ())
-    policy.foreign("10.0.0.1:1", 0.0)
-    policy.sighted([], 1.0)
-    assert len(policy) == 0
-    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 2.0)
-    assert policy.tick(59.0, ()) == []
-    assert policy.tick(60.0, ()) == ["10.0.0.1:1"]
-
-
-def test_who_answers_counts_more_than_who_was_said_to_be_there() -> None:
-    policy = dialing()
-    policy.sighted([sighting(BEN, "10.0.0.1:1")], 0.0)
-    policy.tick(0.0, ())
-    policy.reached("10.0.0.1:1", ANNA, 0.1)
-    # Anna is there, so that Ben is not, even if other members say so.
-    policy.sighted([sighting(BEN, "10.0.0.1:1"), sighting(BEN, "10.0.0.2:1")], 20.0)
-    assert policy.tick(20.0, (ANNA,)) == ["10.0.0.2:1"]
-    assert policy.remembered() == {ANNA: ("10.0.0.1:1",)}
-
-
-def test_another_node_at_an_old_address_is_found() -> None:
-    policy = dialing()
-    policy.remember(ANNA, ["10.0.0.1:1"])
-    policy.sighted([sighting(ANNA, "10.0.0.2:1"), sighting(BEN, "10.0.0.1:1")], 0.0)
-    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.1:1"]
-    policy.reached("10.0.0.1:1", BEN, 0.1)
-    assert policy.remembered() == {BEN: ("10.0.0.1:1",)}
-
-
-def test_the_address_of_the_last_link_is_remembered_first() -> None:
-    policy = dialing()
-    policy.remember(ANNA, ["10.0.0.1:1", "10.0.0.2:1"])
-    policy.tick(0.0, ())
-    policy.reached("10.0.0.2:1", ANNA, 1.0)
-    assert policy.remembered() == {ANNA: ("10.0.0.2:1", "10.0.0.1:1")}
-    policy.reached("10.0.0.1:1", ANNA, 2.0)
-    assert policy.remembered() == {ANNA: ("10.0.0.1:1", "10.0.0.2:1")}
-
-
-def test_a_node_that_was_removed_is_forgotten() -> None:
-    policy = dialing("mac:1")
-    policy.remember(ANNA, ["10.0.0.1:1"])
-    policy.tick(0.0, ())
-    policy.reached("mac:1", ANNA, 0.1)
-    policy.failed("10.0.0.1:1", 0.1)
-    policy.forget(ANNA)
-    assert policy.remembered() == {}
-    assert policy.tick(60.0, ()) == ["mac:1"]
-    assert len(policy) == 1
 
 
 # --- not too much at once ---------------------------------------------------------------------------------
@@ -272,12 +218,6 @@ def test_at_most_so_many_at_once() -> None:
     policy.failed(first[0], 0.5)
     # Addresses that were not tried yet come first.
     assert policy.tick(1.0, ()) == ["mac8:1"]
-
-
-def test_one_node_is_dialled_at_two_addresses_at_once() -> None:
-    policy = dialing()
-    policy.remember(ANNA, [f"10.0.0.{n}:1" for n in range(6)])
-    assert len(policy.tick(0.0, ())) == AT_ONCE_A_NODE
 
 
 def test_addresses_are_bounded_and_what_is_more_than_a_hint_stays() -> None:

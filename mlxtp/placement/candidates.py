@@ -1,4 +1,4 @@
-"""Candidates for a placement: for each number of nodes and fabric the best group, or the reason for none."""
+"""Candidates for a placement: for each number of nodes and each fabric, the best group or an obstacle."""
 
 from __future__ import annotations
 
@@ -46,26 +46,27 @@ from .topology import (
     Topology,
 )
 
-# --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
-# Both searches try nodes in the order given and end with the first group found. They are exhaustive within
-# `STEPS` extensions of a partial group, which the thin graphs of cables never need; in the thick graph of a
-# network that all nodes share the first try fits.
+# --- groups in a graph: cliques, and circles -------------------------------------------------------------
 
+#: Most extensions of partial groups. Sparse graphs of cables never need so many, and in the dense graph of a
+#: shared network the first try succeeds.
 STEPS = 20_000
 
-Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
+Graph = Mapping[str, frozenset[str]]  #: Neighbors of each node.
 
 
 def search(nodes: Sequence[str], size: int, graph: Graph, must: str = "", *, closed: bool) -> tuple[str, ...]:
-    """Return `size` of `nodes` with `must` as the first, in a closed circle or all joined; () for none."""
+    """Return the first group of `size` nodes that is a closed circle or a clique, with `must` as the first
+    node; () for none.
+    """
     peers = {a: [b for b in nodes if b in graph.get(a, ())] for a in nodes}
     places = {node: place for place, node in enumerate(nodes)}
-    done, steps = set[str](), count(1)  #: Nodes that no group has.
+    done, steps = set[str](), count(1)  #: Nodes without a group.
 
     def fits(node: str, group: tuple[str, ...]) -> bool:
         if node in group or node in done:
             return False
-        # The members of a clique come in one order only, after the first.
+        # Try the members of a clique in one order only, after the first.
         ordered = len(group) == 1 or places[node] > places[group[-1]]
         return closed or (ordered and graph[node].issuperset(group))
 
@@ -86,7 +87,7 @@ def search(nodes: Sequence[str], size: int, graph: Graph, must: str = "", *, clo
     return ()
 
 
-# --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
+# --- fabrics of a group: joined members, ranks' addresses and devices, missing links ---------------------
 
 #: The network under each TCP ring, the fastest first.
 RINGS: Mapping[str, str] = {
@@ -95,11 +96,11 @@ RINGS: Mapping[str, str] = {
     RING_WIFI: WIFI,
     RING_LOOPBACK: LOOPBACK,
 }
-CROSSING = ""  #: The kind of a circle that crosses from one network to another.
+CROSSING = ""  #: Kind of a circle over several networks.
 #: Networks of the links of each kind of TCP ring.
 _LINKS: Mapping[str, Sequence[str]] = {CROSSING: NETWORKS, **{kind: (RINGS[kind],) for kind in RINGS}}
 _WORDS = {THUNDERBOLT: "Thunderbolt", ETHERNET: "Ethernet", WIFI: "Wi-Fi", LOOPBACK: "loopback"}
-_SHOWN = 3  #: Missing links that a refusal names.
+_SHOWN = 3  #: Missing links to name in a refusal.
 
 DeviceMatrix = tuple[tuple[str | None, ...], ...]
 
@@ -113,7 +114,7 @@ class Fabrics:
 
     @cached_property
     def hopes_for_rdma(self) -> bool:
-        """True if any of them could have RDMA, so that a plan without it needs a reason."""
+        """True if any member could have RDMA, so that a plan without it needs a reason."""
         able = any(m.machine.rdma != "unsupported" for m in self._members.values())
         return able or self._topology.has_cables()
 
@@ -135,7 +136,7 @@ class Fabrics:
         return search(nodes, size, self.graphs[kind], must, closed=kind != JACCL_MESH)
 
     def over_rdma(self, size: int) -> list[str]:
-        """Return the kinds of fabrics over RDMA that so many nodes could make; of two, both are the same."""
+        """Return the kinds of fabrics over RDMA for so many nodes; with two, a ring equals a mesh."""
         return list(JACCL[: 2 if size > 2 else 1]) if self.hopes_for_rdma else []
 
     def ring_links(self, group: Sequence[str], kind: str) -> list[TcpLink]:
@@ -145,7 +146,7 @@ class Fabrics:
         return found if len(found) == len(group) else []
 
     def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
-        """Return [from][to] the RDMA device; in a circle only between neighbours."""
+        """Return [from][to] the RDMA device; in a circle only between neighbors."""
         size = len(group)
 
         def device(i: int, j: int) -> str | None:
@@ -156,9 +157,8 @@ class Fabrics:
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
 
     def wired(self, kind: str, group: tuple[str, ...], options: PlacementOptions) -> Candidate:
-        """Return these ranks with their addresses or devices as they are now, or the reason for none.
-
-        The slowest of its links' networks names a ring.
+        """Return these ranks with their present addresses or devices, or the reason for none. A ring's kind
+        is its slowest network's.
         """
         size = len(group)
         if size > 1 and kind not in (*_LINKS, *JACCL):
@@ -206,7 +206,7 @@ class Fabrics:
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str], must: str = "") -> str:
-        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind with `must`."""
+        """Return why no `size` of `nodes`, given by preference, form a fabric of this kind with `must`."""
         nodes = sorted(nodes, key=lambda node: node != must)
         if excluded := self._excluded(_LINKS.get(kind, ()), nodes):
             return excluded
@@ -227,7 +227,7 @@ class Fabrics:
         return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {_some(gaps)}"
 
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
-        """Return which links of these networks the setting fabric_networks excludes; empty for none."""
+        """Return which links of these networks the setting fabric_networks excludes, or ""."""
         setting = self._topology.admitted
         words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable, or with a self-assigned address"}
         words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
@@ -253,9 +253,9 @@ def _some(links: Sequence[str]) -> str:
 
 
 def exposed(kind: str, ranks: Sequence[str], topology: Topology) -> str:
-    """Return a sentence if tensors of these ranks cross Wi-Fi or shared Ethernet in the clear; else "".
+    """Return a warning if tensors of these ranks may cross Wi-Fi or shared Ethernet in the clear; else "".
 
-    Where two neighbours have a private network and a shared one, too, it counts as if they used the latter.
+    Neighbors with both a private and a shared network count as if they used the shared one.
     """
     if topology.admitted != "any" or kind not in (RING_WIFI, RING_ETHERNET):
         return ""
@@ -286,12 +286,12 @@ class Candidate:
     """One way to serve a model, or the reason why it is impossible.
 
     kind            a key of `cost_model.FABRICS`, ALONE; TENSOR_PARALLEL or PIPELINE if no fabric was tried
-    verdict         "chosen", "possible" or "refused", which `reason` explains
+    verdict         "chosen", "possible" or "refused" (see `reason`)
     ranks, names    node ids in rank order, and their names; () if no group was found
     backend         "none", "ring" or "jaccl"
-    ring_addresses  for the ring: the IPv4 address on which each rank listens for the rank before it
-    rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
-    split           for a pipeline: number of layers of each rank, of which rank 0 has the last ones
+    ring_addresses  for a ring: the IPv4 address where each rank listens for its predecessor
+    rdma            for JACCL: [from][to] the RDMA device, None without a cable or if unused
+    split           for a pipeline: number of layers of each rank; rank 0 has the last layers
     """
 
     kind: str
@@ -330,17 +330,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """Decisions of the user, and what is known of the machines.
+    """Decisions of the user, and measurements and failures of machines.
 
-    nodes            "auto" for the soonest, "all" for as many as can work together, or how many exactly
+    nodes            "auto" for the fastest, "all" for as many as possible, or an exact number
     parallel         how several nodes share the model: one of PARALLEL. All but "auto", and all `nodes` but
                      "auto", accept groups that are slower than one node alone
     max_context      tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`
-    fast_fences      whether ranks run with MLX_METAL_FAST_SYNCH=1
-    rdma             RDMA devices given by hand, by node id and peer's node id
-    failed           groups that failed to form a while ago, which are refused
-    repeatable       whether large sums must come out the same each time
-    split            layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
+    fast_fences      ranks run with MLX_METAL_FAST_SYNCH=1
+    rdma             the user's RDMA devices, by node id and peer's node id
+    failed           groups to refuse, because they failed recently
+    repeatable       large sums must be the same each time
+    split            layers of each rank of a pipeline, rank 0 last; () for the best
     fabric_networks  links that may carry tensors: one of `topology.FABRIC_NETWORKS`
     """
 
@@ -391,7 +391,7 @@ class CandidateFinder:
         return Fabrics(self.members, self.topology)
 
     def alternatives(self, must: str, *, leave_out: str = "") -> list[Candidate]:
-        """Return one candidate for each number of nodes and each fabric, with `must` as rank 0, if any."""
+        """Return a candidate for each number of nodes and each fabric, with `must` as rank 0, if any."""
         pool = [node for node in self._order if node != leave_out]
         parallel, split, found = self.options.parallel, self.options.split, list[Candidate]()
         for size in range(1, min(MAX_RANKS, len(pool)) + 1):
@@ -452,14 +452,14 @@ class CandidateFinder:
             found[0] = Candidate(JACCL_MESH, size, reason=_VARIES)
         if any(one.ranks for one in found[len(over_rdma) :]) or len(rings) == 1:
             return found
-        # No network has enough of them; a circle may still cross from one to another.
+        # No single network joins enough Macs, but a circle may cross several.
         groups = self._groups(CROSSING, size, fits, must)
         return [*found, self._soonest(CROSSING, groups)] if groups else found
 
     # --- pipelines -----------------------------------------------------------------------------------
 
     def _pipelines(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
-        """Return the best pipeline over each fabric that joins one, or the reason for none."""
+        """Return the best pipeline over each possible fabric, or the reason for none."""
         if why := self.shape.uncuttable(size, self.options.split):
             once = size == 2 or self.shape.cuttable or self.options.parallel == PIPELINE
             return [Candidate(PIPELINE, size, reason=why)] if once else []
@@ -468,7 +468,7 @@ class CandidateFinder:
         return formed or [self._pipeline(CROSSING, size, pool, must)]
 
     def _pipeline(self, kind: str, size: int, pool: Sequence[str], must: str) -> Candidate:
-        """Return a pipeline of the fastest Macs that a fabric joins, else of those with the most memory."""
+        """Return a pipeline of the fastest Macs that a fabric joins, else of Macs with the most memory."""
         roomy = sorted(pool, key=lambda node: -self._usable[node])
         orders = [pool, [node for node in pool if node in roomy[:size]], roomy]
         if self.options.failed:
@@ -509,16 +509,16 @@ class CandidateFinder:
         return best
 
     def _groups(self, kind: str, size: int, fits: Sequence[str], must: str) -> list[tuple[str, ...]]:
-        """Return the groups of which one answers a request soonest; [] if there is none.
+        """Return groups with the fastest group among them; [] if there is none.
 
-        Of all whose slowest member computes prompts at a certain speed, that is the one whose slowest member
-        reads memory the fastest. Most desks have one group that is best in both.
+        For each speed of the slowest member in prompts, keep the group whose slowest member reads memory the
+        fastest. Usually, one group is best in both.
         """
         slowest = self._ranks[must].chip.flops if must else float("inf")
         found: list[tuple[str, ...]] = []
         for flops in sorted({min(self._ranks[node].chip.flops, slowest) for node in fits}):
             if found and min(self._ranks[node].chip.flops for node in found[-1]) >= flops:
-                continue  # the last one is the best of these, too
+                continue  # the last group is also the best of these
             fast = [node for node in fits if self._ranks[node].chip.flops >= flops]
             group = self._group(kind, size, fast, must)
             if not group:
@@ -527,7 +527,7 @@ class CandidateFinder:
         return found
 
     def _group(self, kind: str, size: int, fits: Sequence[str], must: str) -> tuple[str, ...]:
-        """Return the group whose slowest member reads memory the fastest; () if there is none."""
+        """Return the group whose slowest member reads memory the fastest, or ()."""
         slowest = self._ranks[must].chip.reading if must else float("inf")
         speeds = sorted({min(self._ranks[node].chip.reading, slowest) for node in fits}, reverse=True)
         for least in speeds:
@@ -556,13 +556,13 @@ class CandidateFinder:
                 costs=cut.costs if cut else (),
                 fast_fences=self.options.fast_fences,
                 measured=self.options.measured,
-                mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them
+                mbps=min((link.mbps for link in links), default=0),  # 0 if any is unknown
             ),
         )
 
 
 def preference(member: MemberMachine, model: str) -> tuple[object, ...]:
-    """Return a sort key: the fastest Mac first, and among equal ones the one with a low rank's KV caches."""
+    """Return a sort key: the fastest Mac first; among equals, the Mac with a low rank's KV caches on disk."""
     machine, name = member.machine, model.rpartition("/")[2]
     has, caches = hardware_of(member).chip, [each.partition(" ") for each in machine.caches]
     rank = next((rank for rank, _, cached in caches if cached == name and rank.isdecimal()), MAX_RANKS)

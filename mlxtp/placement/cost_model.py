@@ -1,20 +1,20 @@
-"""Estimate of a model's speed and memory on a group of ranks. Pure: a shape, chips, fabric, workload in.
+"""Estimate of a model's speed and memory on a group of ranks, from its shape, chips, fabric and workload.
 
-Every value that was not measured is an assumption with a name here; `python -m benchmarks.backtest` compares
-with published figures. A token reads the weights that it is multiplied by and its KV cache, starts kernels,
-and on several Macs waits for each collective (`docs/placement.md`). Besides:
+Every unmeasured value is a named assumption here; `python -m benchmarks.backtest` compares with published
+figures. A token reads the weights that it meets and its KV cache, starts kernels, and on several Macs waits
+for each collective (`docs/placement.md`).
 
-a request      computed prompt tokens: the larger of their arithmetic and of reading all weights once a chunk,
-               with collectives; then for each token out one step: the weights once for all rows, a KV cache
-               for each. Attention's own arithmetic over a long prompt is not counted.
-a pipeline     one token: its stages one after the other, and N times a fence and one step of the fabric for
-               N - 1 transfers and the token's way back. A prompt: one chunk through all stages, and further
-               chunks at the slowest stage or transfer. Several at once, in as many lanes as there are stages:
-               a lane through all stages, or lanes x the slowest stage, whichever is longer.
-drafts         a step reads the weights once for all its tokens, of experts those that any of them meets, x
-               (1 + WIDER x drafts); it gives 1 + accepted x (1 + ACCEPTED_LATER + ...) tokens.
+a request   Prompt: the larger of its arithmetic and of reading all weights once a chunk, plus collectives;
+            without attention's own arithmetic over a long prompt. Answer: a step for each token, which reads
+            the weights once for all rows, and each row's KV cache.
+a pipeline  A token: all stages in turn, plus N fences and steps of the fabric, for N - 1 transfers and the
+            way back. A prompt: one chunk through all stages, and others at the pace of the slowest stage or
+            transfer. Several requests, in a lane for each stage: the larger of a lane's way through all
+            stages and of lanes x the slowest stage.
+drafts      A step reads weights once for all its tokens, and all experts that they meet, x (1 + WIDER x
+            drafts); it yields 1 + accepted x (1 + ACCEPTED_LATER + ...) tokens.
 
-A mesh's latency is taken as the same for two and four ranks; it grows a little.
+A mesh's latency counts as equal for two and four ranks; it grows a little.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .topology import MemberMachine
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A typical request in tokens, `cached` ones of which are in a prefix cache; and how many run at once."""
+    """A typical request in tokens, and how many run at once. The prefix cache has `cached` of its prompt."""
 
     name: str
     prompt: int
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Tokens before one of its answer, on average."""
+        """Average number of tokens before a token of the answer."""
         return self.prompt + self.answer / 2
 
     def __str__(self) -> str:
@@ -59,28 +59,24 @@ class Workload:
 CHAT = Workload("chat", 4_000, 0, 400)
 AGENT = Workload("agent", 30_000, 27_000, 300)
 BATCH = Workload("batch", 1_000, 0, 250, 16)
-#: Workloads by the names that `mlxtp plan` accepts.
 WORKLOADS: Mapping[str, Workload] = {each.name: each for each in (CHAT, AGENT, BATCH)}
 
 
 # --- speed ----------------------------------------------------------------------------------------------
 
-#: Seconds that a GPU kernel costs beside the bytes it reads: fitted, with the two efficiencies of `tables`,
-#: to published single-Mac speeds. A chain of empty ones was measured at 2.8 us each.
+#: Seconds of a GPU kernel in addition to its reading: fitted, with the two efficiencies of `tables`, to
+#: published single-Mac speeds. In a chain of empty kernels, each took 2.8 us.
 KERNEL_S = 4.5e-6
-FENCE_S = (
-    165e-6  #: That GPU and CPU wait for each other at a collective: 150 to 180 us (ml-explore/mlx #4438).
-)
+FENCE_S = 165e-6  #: GPU and CPU wait for each other at a collective: 150 to 180 us (ml-explore/mlx #4438).
 FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
-PROMPT = 1000  #: Tokens of the prompt after which the decode speed is given.
-LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first token is given.
+PROMPT = 1000  #: Tokens of the prompt before the estimated decode speed.
+LONG_PROMPT = 10_000  #: Tokens of the prompt before the estimated first token.
 #: Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an M3
 #: Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS.
 PREFILL_EFFICIENCY = 0.75
-#: The same where each token has experts of its own: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max.
-EXPERT_EFFICIENCY = 0.55
-#: Share of a step's reading that each further token of a row adds, since kernels for a few rows are slower
-#: than for one. Fitted to one figure: 15.3 to 23.3 tokens/s on an M4 Pro (ml-explore/mlx-lm #990).
+EXPERT_EFFICIENCY = 0.55  #: The same with experts: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max.
+#: Share of a step's reading that each further token of a row adds: kernels for a few rows are slower than for
+#: one. Fitted to one figure: 15.3 to 23.3 tokens/s on an M4 Pro (ml-explore/mlx-lm #990).
 WIDER = 0.12
 DRAFTS = 3  #: Most tokens that an MTP head proposes in a step.
 _ACTIVATION_BYTES = 2
@@ -89,9 +85,8 @@ _MOST_TCP = 3e9  #: Bytes/s of one TCP connection on the fastest link; an assump
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Costs of an exchange between ranks: seconds of a message to a neighbour, and bytes/s of one link.
-
-    `circle`: whether a sum goes around in a circle, 2 (N - 1) steps, or in two steps between all pairs.
+    """Costs of an exchange between ranks: seconds of a message to a neighbor, and bytes/s of one link. A sum
+    takes 2 (N - 1) steps in a `circle`, otherwise two steps between all pairs.
     """
 
     step_s: float
@@ -99,7 +94,7 @@ class Fabric:
     circle: bool
 
     def latency_s(self, ranks: int) -> float:
-        """Return the seconds of a sum of a few kilobytes over `ranks` ranks."""
+        """Return the seconds of a sum of a few kilobytes."""
         return self.step_s * (2 * (ranks - 1) if self.circle else 2)
 
 
@@ -121,9 +116,9 @@ FABRICS: Mapping[str, Fabric] = {
     # 25 us for 4 KB over RDMA (ml-explore/mlx #2808), large sums at 8 to 12 GB/s.
     JACCL_MESH: Fabric(12.5e-6, 8e9, circle=False),
     JACCL_RING: Fabric(12.5e-6, 8e9, circle=True),
-    # "About ten times" JACCL's latency for four ranks, which are six steps; TCP over a Thunderbolt cable.
+    # "About ten times" JACCL's latency for four ranks (six steps); TCP over a Thunderbolt cable.
     RING_THUNDERBOLT: Fabric(42e-6, _MOST_TCP, circle=True),
-    # 56 instead of 31 ms a token in one report that names both (Blaizzy/mlx-vlm #730); 10 Gb/s unless known.
+    # 56 instead of 31 ms a token in one report on both (Blaizzy/mlx-vlm #730); 10 Gb/s unless known.
     RING_ETHERNET: Fabric(105e-6, 1.1e9, circle=True),
     # An assumption for a good network.
     RING_WIFI: Fabric(2e-3, 5e7, circle=True),
@@ -134,10 +129,8 @@ FABRICS: Mapping[str, Fabric] = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One measured sum of a few kilobytes over the ranks on `nodes`. It counts more than assumptions.
-
-    `kind` is a key of FABRICS. `fenced`: its fence is in `seconds`. `bandwidth`: bytes/s on one link, for
-    large sums; 0 where that was not measured.
+    """A measured sum of a few kilobytes over the ranks on `nodes`: it overrides assumptions. `kind` is a key
+    of FABRICS. `fenced`: `seconds` has a fence in it. `bandwidth`: bytes/s of a link in large sums, or 0.
     """
 
     kind: str
@@ -149,7 +142,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class RankHardware:
-    """Hardware of a rank. `metal`: with a GPU that waits for the CPU at each collective."""
+    """Hardware of a rank. `metal`: it has a GPU, which waits for the CPU at each collective."""
 
     node_id: str
     chip: Chip
@@ -163,13 +156,13 @@ def hardware_of(member: MemberMachine) -> RankHardware:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Costs of one stage of a model, in seconds. A group in which all ranks compute at once is one stage.
+    """Costs of one stage of a model, in seconds. A tensor-parallel group is one stage.
 
-    reading_s           reading what one token meets, and a KV cache of `PROMPT` tokens
+    reading_s           reading the weights that one token meets, and a KV cache of `PROMPT` tokens
     kernels_s           starting the kernels of a forward
     arithmetic_s        products of one token
     chunk_s             reading all weights, once a chunk
-    waiting_s, wire_s   collectives of a forward without their bytes; bytes on the wire of one token
+    waiting_s, wire_s   collectives of a forward without their bytes; bytes on the wire for one token
     kv_s                reading the KV cache of one more token
     others_s, unmet     reading all experts that a token does not meet; their share, 0 for a dense model
     """
@@ -190,7 +183,7 @@ class StageCosts:
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
     def step_s(self, rows: float, context: float, width: int = 1) -> float:
-        """Return the seconds of a forward over `width` tokens of each row, each behind `context` tokens."""
+        """Return the seconds of a forward over `width` tokens of each row, after `context` tokens."""
         tokens = rows * width
         reading_s = self.reading_s + self.others_s * (1.0 - float(self.unmet ** (tokens - 1)))
         reading_s += self.kv_s * (rows * context - PROMPT)
@@ -205,9 +198,8 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class DraftedSpeed:
-    """Estimated speed with drafts of the model's MTP head, of which `count` a step are best.
-
-    `accepted`: share of first drafts that are right. `published`: whether that is known of the family.
+    """Estimated speed with the best `count` of drafts a step by the model's MTP head. `accepted`: share of
+    right first drafts, `published` for the family or assumed.
     """
 
     tokens_per_second: float
@@ -220,11 +212,11 @@ class DraftedSpeed:
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
-    ttft_s    to the first token of a prompt of `LONG_PROMPT` tokens
-    measured  the time of collectives is not assumed; the part of it that is fences may still be
-    stages    the first one first
-    hop_s     of a transfer to the next stage, and `row_s` more for each token in it
-    drafts    None without an MTP head that can be used; the choice is by the speed without them
+    ttft_s    time to the first token after `LONG_PROMPT` tokens
+    measured  the time of collectives was measured; its part of fences may still be assumed
+    stages    in the order of layers
+    hop_s     of a transfer to the next stage, plus `row_s` for each token
+    drafts    None without a usable MTP head; choices use the speed without drafts
     """
 
     tokens_per_second: float
@@ -241,11 +233,11 @@ class SpeedEstimate:
     drafts: DraftedSpeed | None = None
 
     def prompt_s(self, workload: Workload) -> float:
-        """Return the seconds until the prompts of all requests of a workload at once are computed."""
+        """Return the seconds to compute the prompts of a workload's simultaneous requests."""
         return self.prompts_s(workload.computed, workload.at_once)
 
     def prompts_s(self, tokens: int, at_once: int) -> float:
-        # Chunks follow each other through the stages, as fast as the slowest one or a link.
+        # Chunks follow each other through the stages, at the pace of the slowest stage or a link.
         chunk = chunk_of(USUAL, len(self.stages))
         chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
@@ -255,7 +247,7 @@ class SpeedEstimate:
         return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
     def answer_s(self, workload: Workload) -> float:
-        """Return the same of the answers, which share forwards; each stage computes another lane of them."""
+        """Return the seconds to decode their answers together, in a lane for each stage."""
         lanes = min(len(self.stages), workload.at_once)
         rows = workload.at_once / lanes
         each = [stage.step_s(rows, workload.context) for stage in self.stages]
@@ -263,7 +255,7 @@ class SpeedEstimate:
         return workload.answer * max(around_s, lanes * max(each))
 
     def around_s(self, rows: float) -> float:
-        """Return the seconds on the links while a step goes through all stages, and back to the first."""
+        """Return the seconds on links while a step passes all stages, and returns to the first."""
         stages = len(self.stages)
         return stages * self.hop_s + (stages - 1) * rows * self.row_s if stages > 1 else 0.0
 
@@ -281,10 +273,9 @@ def speed(
     measured: Sequence[Collective] = (),
     mbps: int = 0,
 ) -> SpeedEstimate:
-    """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
-
-    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps`: of the slowest TCP link, 0 if it is
-    unknown. `costs`: of each rank's stage, in a pipeline, where a transfer is one step of the fabric.
+    """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE), for
+    one greedy request after a prompt of `PROMPT` tokens. `mbps`: of the slowest TCP link, 0 if unknown.
+    `costs`: of each rank's stage in a pipeline, where a transfer is one step of the fabric.
     """
     size, whole = len(ranks), stage_costs(shape, *ranks)
     if size == 1:
@@ -318,8 +309,8 @@ def drafted(
 ) -> DraftedSpeed:
     """Return the speed with so many drafts a step.
 
-    A step reads weights and the head's layer once for all its tokens. Each draft reads the head, which the
-    ranks that choose tokens have whole, and their part of the output head, with one exchange between them.
+    A step reads weights and the head's layer once for all its tokens. Each draft reads the whole head and a
+    share of the output head on each rank that chooses tokens, with one exchange between these ranks.
     """
     assert shape.mtp_head is not None
     chosen = ranks if len(found.stages) == 1 else ranks[:1]
@@ -343,7 +334,7 @@ def drafted(
 
 
 def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
-    """Return the costs of layers that these ranks share, without collectives."""
+    """Return the costs of layers on these ranks together, without collectives."""
     size, reading = len(ranks), min(rank.chip.reading for rank in ranks)
     efficiency = EXPERT_EFFICIENCY if shape.model.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
@@ -363,7 +354,7 @@ def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
 
 
 def stages(split: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the layers of each rank, from one to before another. Rank 0 has the last ones."""
+    """Return each rank's layers, from first to before last. Rank 0 has the last layers."""
     return [(sum(split[rank + 1 :]), sum(split[rank:])) for rank in range(len(split))]
 
 
@@ -375,17 +366,16 @@ def _estimate(costs: tuple[StageCosts, ...], hop_s: float = 0.0, row_s: float = 
 
 
 def cabled_bandwidth(kind: str) -> float:
-    """Return the bytes/s that a cable of this fabric should carry; 0 for networks, which have any speed."""
+    """Return the bytes/s that a cable of this fabric should carry; 0 for networks."""
     return FABRICS[kind].bandwidth if kind in (*JACCL, RING_THUNDERBOLT) else 0.0
 
 
 def _link(
     ranks: Sequence[RankHardware], kind: str, fast_fences: bool, measured: Sequence[Collective], mbps: int
 ) -> tuple[float, float, float, bool]:
-    """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured.
-
-    A measurement of the same group counts most, then those of all pairs that exchange messages. A pair's sum
-    takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's, with one fence for all.
+    """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured: for
+    the same group, or else for all pairs that exchange messages. A pair's sum takes two steps; a circle of N
+    takes 2 (N - 1) steps of the slowest pair, with one fence.
     """
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
@@ -407,10 +397,10 @@ def _link(
 
 # --- memory: the room for a rank's share of a model on a machine -----------------------------------------
 
-HEADROOM_BYTES = 512 * 1024**2  #: Beside weights and caches: Python, MLX, the arrays of one chunk.
-HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.
+HEADROOM_BYTES = 512 * 1024**2  #: For Python, MLX and the arrays of one chunk.
+HEADROOM_SHARE = 0.07  #: Further share of a rank's weights at the peak of loading.
 _GIB = 1024**3
-#: Bytes of memory, and those of it that Metal recommends for the GPU: several owners' reports.
+#: Bytes of memory, and bytes that Metal recommends for the GPU: several owners' reports.
 _GPU_BYTES = (
     (36 * _GIB, 27 * _GIB),
     (48 * _GIB, 38_338 << 20),
@@ -418,12 +408,12 @@ _GPU_BYTES = (
     (128 * _GIB, 215 * _GIB // 2),
     (256 * _GIB, 212_992 << 20),
 )
-_FOR_MACOS_BYTES = 48 * _GIB  #: Bytes that Metal leaves macOS on a Mac of 256 GiB or 512 GiB, by the same.
+_FOR_MACOS_BYTES = 48 * _GIB  #: Metal's reserve for macOS on Macs of 256 and 512 GiB, by the same reports.
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's memory, in bytes; `total` of its machine, of which `stranded` are lost until it restarts."""
+    """One rank's memory, in bytes; the machine's `total`, and its `stranded` bytes until it restarts."""
 
     node_id: str
     name: str
@@ -446,7 +436,7 @@ class RankMemory:
 def rank_memory(
     member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
-    """Return the memory of one of `ranks` ranks on a machine that `sharing` of them share."""
+    """Return the memory of one of `ranks` ranks on a machine with `sharing` ranks."""
     total, stranded = member.machine.memory_bytes, member.machine.stranded_bytes
     needs, available = rank_needs(shape, ranks, context), usable_bytes(member) // sharing
     return RankMemory(member.node_id, member.name, *needs, available, total, stranded)
@@ -459,9 +449,8 @@ def rank_needs(shape: ModelShape, ranks: int, context: int) -> tuple[int, int, i
 
 
 def usable_bytes(member: MemberMachine) -> int:
-    """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
-
-    Ranks of ours end before others begin. What is stranded is not free.
+    """Return the bytes that ranks may use on a Mac: free bytes, up to the GPU's limit less stranded bytes.
+    Its present ranks' memory counts as free: they end before others begin.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes
@@ -471,7 +460,7 @@ def usable_bytes(member: MemberMachine) -> int:
 
 
 def default_gpu_bytes(memory_bytes: int) -> int:
-    """Return the bytes that macOS lets a GPU wire by default; MLX on that Mac reports its own figure."""
+    """Return the bytes that macOS lets a GPU wire by default, until MLX on that Mac reports its figure."""
     if memory_bytes < _GPU_BYTES[0][0]:
         return memory_bytes * 2 // 3
     for (less, low), (more, high) in pairwise(_GPU_BYTES):

@@ -1,8 +1,8 @@
-"""The table of faults: for each a test over facts, its meaning and the remedy. Pure.
+"""The table of faults: for each a test over facts, its meaning and the remedy.
 
 Preflight, plans, the notes of a Mac, the doctor, failed groups and docs/doctor.md render it. Commands are for
-people; this program runs none. One error number of JACCL has several meanings, so what can be seen is told
-beforehand.
+people; this program runs none. Visible faults are checked before a group forms, because JACCL's error numbers
+are ambiguous.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .probe_macos import self_assigned
 
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
 RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
-MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
-#: Groups whose ranks were killed that one RDMA device is said to bear until its Mac restarts, with the group
-#: that serves: owners report two or three.
+MUCH_SLOWER = 10  #: Warn users if a link's expected speed is so many times the measured speed.
+#: Formations that an RDMA device is said to allow until its Mac restarts, unless ranks give them back: owners
+#: report two or three.
 FORMATIONS_A_BOOT = 3
 
 REPLUG = "unplug the cable and plug it in again; on a Mac, look with: system_profiler SPThunderboltDataType"
@@ -44,7 +44,7 @@ _BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
 
 
 class Level(StrEnum):
-    """Levels from good to bad. Only an error keeps this machine from working, alone or with others."""
+    """Levels from good to bad. Only an error keeps this machine from working."""
 
     OK = "ok"
     INFO = "info"
@@ -58,7 +58,7 @@ INFO, WARNING, ERROR = Level.INFO, Level.WARNING, Level.ERROR
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault at one place, its remedy, and why it matters; or, without an `id`, a fact worth knowing."""
+    """A fault at one place, its remedy, and why it matters; without an `id`, a mere fact."""
 
     level: Level
     what: str
@@ -78,9 +78,9 @@ F = TypeVar("F")
 class Fault(Generic[F]):
     """One row of the table. `what`, `fix` and `why` have {fields}: words of `test`, and `at` for the facts.
 
-    row         id of the doctor's row that shows it; empty where the doctor does not
-    test        facts in; whether it is there, or the words of each place where it is
-    stops_rdma  JACCL cannot form over a Mac, or a port, that has it
+    row         id of the doctor's row that shows it, or empty
+    test        takes facts; returns whether they have the fault, or the words of each place that has it
+    stops_rdma  JACCL cannot form over a Mac, or a port, with the fault
     """
 
     id: str
@@ -103,7 +103,7 @@ class Fault(Generic[F]):
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (0, 32, 4) for 0.32.4.dev2, () if there are none."""
+    """Return the leading numbers of a version: (0, 32, 4) for 0.32.4.dev2, () for none."""
     found = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
@@ -126,7 +126,7 @@ def _own(machine: Machine) -> set[str]:
 
 
 def _bridge_bare(machine: Machine, *, several: bool) -> Iterator[Words]:
-    """Yield the bridge that TCP goes over where it has no address that stays."""
+    """Yield the bridge if TCP goes over it, and it has no permanent address."""
     addresses = [each.address for each in machine.interfaces if each.kind == "bridge"]
     cables = cabled(machine)
     over_tcp = machine.rdma != "enabled" and machine.bridge_up and bool(machine.interfaces)
@@ -138,7 +138,7 @@ def _bridge_bare(machine: Machine, *, several: bool) -> Iterator[Words]:
 
 
 def _bridge_words(machine: Machine) -> dict[str, object]:
-    """Return words of bridge0; `down` and `give` are commands, for now and for good."""
+    """Return words of bridge0; `down` and `give` are commands, for now and permanently."""
     cables, service = cabled(machine), shlex.quote(machine.bridge_service)
     own, other = cable_addresses(cables[0].domain, cables[0].peer_domain, "bridge ") if cables else ("", "")
     until, down = "after each restart", " (no network service is known to have it)"
@@ -219,7 +219,7 @@ class PortOf(NamedTuple):
 
     @property
     def is_used(self) -> bool:
-        """True if TCP or RDMA goes over the port itself, not over the bridge."""
+        """True if TCP or RDMA uses the port directly, not the bridge."""
         return bool(self.port.interface) and (self.machine.rdma == "enabled" or not self.machine.bridge_up)
 
     @property
@@ -243,7 +243,7 @@ class PortOf(NamedTuple):
 
     @property
     def new_service(self) -> str:
-        """The command that makes it, where there is none: System Settings lists services, not ports."""
+        """Command to make a missing service: System Settings lists services, not ports."""
         number = self.port.receptacle
         make = f"sudo networksetup -createnetworkservice 'mlxtp {number}' 'Thunderbolt {number}'; "
         return "" if self.port.service else make
@@ -257,7 +257,7 @@ def unable(model: str, port: Port) -> str:
 
 
 def is_scarce(formations: int) -> bool:
-    """Return whether a device with so many groups that gave nothing back may have one left, or none."""
+    """Return whether a device with so many used formations may have only one left, or none."""
     return formations >= FORMATIONS_A_BOOT - 1
 
 
@@ -265,7 +265,7 @@ _GIVE_ADDRESS = (
     f"until the next restart: sudo ifconfig {{at.port.interface}} inet {{at.own}} netmask {_NETMASK}; for "
     f"good: {{at.new_service}}sudo networksetup -setmanual {{at.service}} {{at.own}} {_NETMASK}; after "
     "either: sudo route change {at.other} -interface {at.port.interface}; the other end gets {at.other}"
-)  # `mlx.distributed_config` sets the route, too: an earlier bridge may have left one to the peer
+)  # also the route, as `mlx.distributed_config` does: an earlier bridge may have left a route to the peer
 
 OF_PORTS: tuple[Fault[PortOf], ...] = (
     Fault("port-next-to-ethernet", "cables", WARNING, lambda at: at.lacks_rdma == "place",
@@ -305,11 +305,11 @@ RDMA_OF_PORTS = tuple(fault for fault in OF_PORTS if fault.stops_rdma)
 
 
 def faults_of(machine: Machine) -> list[Finding]:
-    """Return all that is wrong with a machine that has all its interfaces, the most important first."""
+    """Return all faults of a machine with all its interfaces, the most important first."""
     *of_mac, battery = [fault for fault in OF_MACS if fault.row]
     if machine.system != "macos":
         return list(battery.found(machine))
-    # A machine whose interfaces could not be read has none, not even loopback.
+    # A machine with unreadable interfaces has none, not even loopback.
     of_port = [each for each in OF_PORTS if machine.interfaces or each.row != "addresses"]
     found = [each for fault in of_mac for each in fault.found(machine)]
     found += [x for port in cabled(machine) for fault in of_port for x in fault.found(PortOf(machine, port))]
@@ -321,7 +321,7 @@ def notes_of(machine: Machine) -> tuple[str, ...]:
 
 
 def scarcity(machine: Machine) -> tuple[str, ...]:
-    """Return the notes that depend on formations, which the agent counts."""
+    """Return the notes on formations: the agent counts these."""
     return tuple(str(each) for each in faults_of(machine) if each.id == "rdma-scarce")
 
 
@@ -335,9 +335,8 @@ def place(port: Port) -> str:
 
 
 def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[str, str]:
-    """Return (ours, theirs): two addresses of a /30 of 10.201.0.0/16 that both ends of a cable compute alike.
-
-    By the two Thunderbolt domains, and by what has it: a bridge that is down keeps its addresses and routes.
+    """Return (ours, theirs): a /30 of 10.201.0.0/16 that both ends of a cable compute from their Thunderbolt
+    domains and the `holder`: a bridge that is down keeps its addresses and routes.
     """
     low, high = sorted((domain, peer_domain))
     network = crc32(f"{holder}{low} {high}".encode()) % 2**14 * 4
@@ -349,7 +348,7 @@ def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[st
 
 
 class DeviceUse(NamedTuple):
-    """A device by which a rank would reach a peer, with the machines of both; `theirs` are the peer's."""
+    """A rank's device for a peer, with both machines; `theirs` are the peer's devices."""
 
     machine: Machine
     device: str
@@ -359,7 +358,7 @@ class DeviceUse(NamedTuple):
 
     @property
     def port(self) -> Port | None:
-        """The port that has the device, or would have if it had RDMA."""
+        """The port that has the device, or would have it."""
         ports = (each for each in self.machine.ports if self.device in (each.rdma, f"rdma_{each.interface}"))
         return next(ports, None)
 
@@ -402,9 +401,8 @@ def preflight(
 ) -> Finding | None:
     """Return the first reason why JACCL's `init` would fail on this rank's machine, or None.
 
-    `machine` has all its interfaces and is current. With the machines of `others`, by rank, cables are
-    followed to their other ends. Devices that a user `named` by hand are not checked, and if the rank uses no
-    others, nor is its machine.
+    `machine` is current, with all its interfaces. With the machines of `others`, by rank, it checks cables'
+    other ends. It skips devices that a user `named` by hand, and the machine if the rank uses no others.
     """
     if wrong := rdma.fault(matrix, ring=ring):
         remedy = f"correct the cables or the matrix, or {_by_hand(bool(named))}"
@@ -423,11 +421,10 @@ def preflight(
 
 
 def _by_hand(named: bool) -> str:
-    """Return the advice about a device; one that was `named` by hand cannot be named again."""
     return "correct the device that --rdma names" if named else _BY_HAND
 
 
-# --- of a group that did not form, or ended ---------------------------------------------------------------
+# --- of a group that failed -------------------------------------------------------------------------------
 
 
 class GroupFailure(NamedTuple):
@@ -502,7 +499,7 @@ FAULTS: tuple[Fault[Any], ...] = (*OF_MACS, *OF_PORTS, *OF_USES, *OF_FORMING, *O
 
 
 def explain(message: str, named: Collection[str] = ()) -> Finding | None:
-    """Return the fault behind an error with which a group did not form; `named`: as in `preflight`."""
+    """Return the fault behind an error of a group's formation; `named` as in `preflight`."""
     return _first(OF_FORMING, GroupFailure(message, named))
 
 

@@ -1,4 +1,4 @@
-"""Groups that failed: what may be to blame, and how long each is left out of planning. Pure."""
+"""Failed groups: what may be to blame, and how long plans leave out each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from .topology import MemberMachine
 
 
 def blames_fabric(code: Code, message: str) -> bool:
-    """Return whether the fabric may be why a group over JACCL ended while it served.
-
-    A stall is a sign only where one rank is behind: where none is, kernels may be slow on all.
+    """Return whether the fabric may be why a group over JACCL failed while it served. A stall is a sign only
+    if one rank is behind; otherwise, kernels may be slow on all.
     """
     if code is Code.RANK_STALLED:
         return NOBODY_BEHIND not in message
@@ -26,24 +25,22 @@ def blames_fabric(code: Code, message: str) -> bool:
 
 
 def may_pass(code: Code, message: str) -> bool:
-    """Return whether a failure on the way up, such as a lost link, reveals little about a fabric."""
+    """Return whether a failure to form, such as a lost link, reveals little about a fabric."""
     return code in _LOSSES or (code is Code.RANK_STALLED and NOBODY_BEHIND in message)
 
 
-# --- memory of groups that failed: each is left out of plans for a while, or until its Macs change ---------
+# --- memory of failed groups: plans leave each out for a while, or until its Macs change -----------------
 
-RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
-NO_ADDRESS, USED_UP = "jaccl-address", "jaccl-used-up"  #: Faults; either may mean a device that is used up.
-#: The same where the device seems used up until its Mac restarts, which is an assumption.
-USED_UP_RETRY_S = 86_400.0
-SOON_S = 60.0  #: The same after the loss of a process or link, which may not happen again.
+RETRY_S = 600.0  #: Seconds until the next try of a group that failed to form.
+NO_ADDRESS, USED_UP = "jaccl-address", "jaccl-used-up"  #: Faults; either may mean a used-up device.
+USED_UP_RETRY_S = 86_400.0  #: The same if a device seems used up until its Mac restarts; an assumption.
+SOON_S = 60.0  #: The same after the loss of a process or link, which may be an accident.
 ADDRESS_RETRY_S = 20.0  #: The same while an RDMA port may still get its address.
-ADDRESSES_COME_S = 180.0  #: After the first failure; macOS assigns addresses minutes after a boot.
+ADDRESSES_COME_S = 180.0  #: Since the first failure: macOS assigns addresses minutes after a boot.
 
-DOUBLINGS = 6  #: Of these times, while the group fails again.
-DEATHS = 2  #: Ends in a row, while it served, after which a group is left out.
-#: A group that served for longer begins a new row, if it was not left out for longer. As in RestartPolicy.
-ROW_S = 120.0
+DOUBLINGS = 6  #: Most doublings of these times, as failures repeat.
+DEATHS = 2  #: Failures in a row while serving that leave out a group.
+ROW_S = 120.0  #: Least seconds of service that end such a row, as in RestartPolicy.
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
 
@@ -53,7 +50,7 @@ Links = frozenset[FailedLink]
 
 
 def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Links:
-    """Return what joins `ranks`: the cables of the matrix `rdma`, or all pairs without one."""
+    """Return the links of `ranks`: the cables of the matrix `rdma`; without one, all pairs."""
     found = set()
     for (a, i), (b, j) in combinations(sorted((node, rank) for rank, node in enumerate(ranks)), 2):
         at_a, at_b = (rdma[i][j] or "", rdma[j][i] or "") if rdma else ("", "")
@@ -63,7 +60,7 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
 
 
 def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
-    """Return whether any RDMA device of these links may have one formation left, or none."""
+    """Return whether any RDMA device of these links `is_scarce`."""
     return any(
         is_scarce(port.formations) and port.rdma in devices(entry)
         for a, b, at_a, at_b in links
@@ -74,7 +71,7 @@ def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FailedGroup:
-    """A group that must not be planned. `kind` is a key of `cost_model.FABRICS`, or empty for any."""
+    """A group that plans leave out. `kind` is a key of `cost_model.FABRICS`, or empty for any."""
 
     kind: str
     links: Links
@@ -88,31 +85,26 @@ class FailedGroup:
         return kind == self.kind and self.links <= links
 
     def circumstances(self, members: Mapping[str, MemberMachine]) -> object:
-        """Return what may make it form where it failed before."""
+        """Return facts whose change may let it form."""
         return tuple(_state_of(members[node]) if node in members else None for node in self.nodes)
 
 
 @dataclass(slots=True)
 class _Failure:
-    """Failures of a group whose Macs are in the same `circumstances` still. It may be tried again at `until`.
-
-    `strikes` are failures on its way up, `deaths` ends in a row while it served. It was left out `out_s` for
-    the last one, at `died_at`.
-    """
+    """Failures of a group in the same `circumstances`."""
 
     group: FailedGroup
     circumstances: object
     first_at: float
-    until: float = 0.0
-    strikes: int = 0
-    deaths: int = 0
+    until: float = 0.0  #: Time of the next try.
+    strikes: int = 0  #: Failures to form.
+    deaths: int = 0  #: Failures in a row while it served, the last at `died_at`.
     died_at: float = 0.0
-    out_s: float = 0.0
+    out_s: float = 0.0  #: Seconds that the last of these left it out.
 
     def died(self, now: float, served_s: float, strikes: int) -> bool:
-        """Note an end while it served; see `FailedGroups.failed`.
-
-        In a row means: it served for less than `ROW_S`, or than it was left out, and soon after the last end.
+        """Note a failure while it served; see `FailedGroups.failed`. Failures are in a row if it served for
+        less than `ROW_S`, or than it was left out, and soon after the last.
         """
         if served_s >= max(ROW_S, self.out_s) or now - self.died_at >= RETRY_S + 2 * self.out_s:
             self.deaths, self.out_s = 0, 0.0
@@ -126,7 +118,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class FailedGroups:
-    """The groups that failed, by kind and links. Times are of the caller's clock, in seconds."""
+    """Failed groups, by kind and links. Times are of the caller's clock, in seconds."""
 
     _failures: dict[tuple[str, Links], _Failure] = field(default_factory=dict)
 
@@ -143,9 +135,8 @@ class FailedGroups:
         strikes: int = 1,
         served_s: float | None = None,
     ) -> bool:
-        """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row.
-
-        It came after `served_s` of service, or on the way up; then one over a scarce device is out at once.
+        """Note a failure after `served_s` of service, or to form. Return whether it leaves out the group: the
+        `strikes`-th in a row does, or the first to form over a scarce device.
         """
         key, circumstances = (group.kind, group.links), group.circumstances(members)
         known = self._failures.get(key)
@@ -171,13 +162,13 @@ class FailedGroups:
         return True
 
     def formed(self, kind: str, links: Links) -> None:
-        """Forget failures to form. Ends while it served count until it has served for long."""
+        """Forget failures to form. Failures while it served count until it serves for long."""
         known = self._failures.pop((kind, links), None)
         if known is not None and known.deaths:
             known.strikes, self._failures[kind, links] = 0, known
 
     def absolve(self, nodes: Collection[str]) -> list[FailedGroup]:
-        """Forget ends while groups of these nodes served: a request was to blame. Return those left out."""
+        """Forget failures of these nodes' serving groups: a request was to blame. Return left-out groups."""
         failures = self._failures.items()
         found = {key: each for key, each in failures if each.deaths and {*each.group.nodes} & {*nodes}}
         self._failures = {key: each for key, each in failures if key not in found}
@@ -186,9 +177,8 @@ class FailedGroups:
     def known(
         self, members: Mapping[str, MemberMachine], now: float
     ) -> tuple[tuple[FailedGroup, float], ...]:
-        """Return all groups that failed, and the seconds until each may be planned, negative if it may.
-
-        A group whose Macs changed since is forgotten: other cables, ports, addresses, versions, or a restart.
+        """Return all failed groups, and the seconds until plans may use each, negative if they may. Forget
+        groups whose Macs changed: by other cables, ports, addresses, versions, or a restart.
         """
         self._failures = {
             key: failure

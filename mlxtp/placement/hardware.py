@@ -1,4 +1,4 @@
-"""Probe of this machine: the commands of `probe_macos.py`, or psutil. It only reads."""
+"""Probe of this machine, which only reads: with the commands of `probe_macos.py`, or psutil."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from ..wire.cluster_messages import Machine
 from .probe_machine import Sight, elsewhere, linux_device, mac, mac_again
 from .probe_macos import COMMANDS, NOT_INSTALLED, NetworkDevice, Output, printable
 
-#: Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB.
-OUTPUT_LIMIT = 2 * 2**20
-_END_DEADLINE_S = 2.0  #: Seconds that a killed command may take to end before it is left to the system.
-#: Only Apple's own commands are found, and they print English if they can.
+OUTPUT_LIMIT = 2 * 2**20  #: Bytes of a command's output; `system_profiler` prints some 30 KB.
+_END_DEADLINE_S = 2.0  #: Seconds to wait for the end of a killed command.
+#: For Apple's own commands only, in English if possible.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "LANG": "C"}
 
-#: Runs a command with arguments within a deadline in seconds; does not raise.
+#: Runs a command with arguments and a deadline in seconds; does not raise.
 RunProbe = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
 
 
 async def probe(address: str = "", *, system: str = sys.platform, run: RunProbe | None = None) -> Machine:
-    """Probe everything, which takes seconds on a Mac.
-
-    With `address` only the interface that has this IPv4 address counts; if none has it, a note says so. A
-    value that no command reports in time is 0 or empty and in the notes.
+    """Probe everything, which takes seconds on a Mac. With `address`, only the interface with this IPv4
+    address counts; notes report its absence, and values that no command reports in time.
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
@@ -40,7 +37,7 @@ async def probe(address: str = "", *, system: str = sys.platform, run: RunProbe 
 
 
 async def refresh(machine: Machine, address: str = "", *, run: RunProbe | None = None) -> Machine:
-    """Return the same machine with its present memory, interfaces, power and RDMA ports."""
+    """Return the machine with its present memory, interfaces, power and RDMA ports."""
     if machine.system != "macos":
         return elsewhere(await asyncio.to_thread(_look), address)
     return mac_again(machine, await outputs(run, cheap=True), address)
@@ -63,7 +60,7 @@ async def outputs(run: RunProbe | None = None, *, cheap: bool = False) -> Mappin
 async def run_command(
     name: str, arguments: tuple[str, ...], deadline_s: float, *, never_root: bool = True
 ) -> Output:
-    """Run a command, not as root. Return what it printed or what went wrong. It has ended afterwards."""
+    """Run a command to its end, not as root. Return its output or the problem."""
     try:
         process = await _started(name, arguments, never_root)
     except FileNotFoundError:
@@ -90,7 +87,7 @@ async def run_command(
     return Output(text)
 
 
-#: Runs a command with all rights of this process, for files that only root may read.
+#: Keeps this process's rights, for files that only root may read.
 run_as_self = partial(run_command, never_root=False)
 
 
@@ -99,14 +96,14 @@ async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> a
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # asyncio loses a process whose creation is cancelled half-way, so it is created first.
+        # asyncio loses a process if its creation is cancelled, so finish that first.
         with suppress(OSError, ValueError, LookupError):
             await _end(await starting)
         raise
 
 
 async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
-    """Start a command, not as root even if the agent is, as under a LaunchDaemon."""
+    """Start a command, not as root even if the agent is (under a LaunchDaemon)."""
     unprivileged = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
     return await asyncio.create_subprocess_exec(
         name,
@@ -128,7 +125,7 @@ async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
 
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader | None) -> bytes:
-    """Read everything, or a little more than the limit, at which the process is killed."""
+    """Read everything. Beyond the limit, kill the process."""
     assert stream is not None
     parts, size = [], 0
     while part := await stream.read(2**16):
@@ -146,11 +143,11 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process with all that it started and wait for its end, or leave it to the system."""
+    """Kill the process and its children, and wait for its end, but not for long."""
     _kill(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_DEADLINE_S):
-            await _printed(process)  # it has ended once its pipes are read to their end
+            await _printed(process)  # its pipes end with it
             await process.wait()
 
 

@@ -1,7 +1,7 @@
-"""Parser of a file that describes machines one does not have yet. Pure: TOML or JSON text in, members out.
+"""Parser of a file (TOML or JSON) that describes machines that the user does not have yet.
 
-`docs/placement.md` has the format. Cables, ports and addresses are made up, so that the code that judges real
-Macs judges these, too.
+`docs/placement.md` has the format. It makes up cables, ports and addresses, so that the same code judges
+these and real Macs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports",
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB|TiB)", re.IGNORECASE)
 _MOST_BYTES = 2**53  #: Bytes of memory; more than any machine has.
 _SHAPES = ("mesh", "ring")
-#: Gb/s of a cable, by generation of Thunderbolt.
-_THUNDERBOLT = {"thunderbolt5": THUNDERBOLT_5_GBPS, "thunderbolt4": 40, "thunderbolt3": 40}
+_THUNDERBOLT = {"thunderbolt5": THUNDERBOLT_5_GBPS, "thunderbolt4": 40, "thunderbolt3": 40}  #: Gb/s.
 _ETHERNET = {"1g": 1000, "2.5g": 2500, "5g": 5000, "10g": 10_000, "25g": 25_000, "100g": 100_000}
 _WIFI_MBPS = 1000
 _LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring", "ethernet 10g" or "wifi"'
@@ -71,7 +70,7 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _nodes(entry: object, place: int, source: str) -> list[tuple[MemberMachine, int]]:
-    """Return the Macs of an entry, still without ids, and the number of their Thunderbolt ports."""
+    """Return the Macs of an entry, without ids, and their numbers of Thunderbolt ports."""
     where = f"{source}: machine {place}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}, not a table")
@@ -126,7 +125,7 @@ def _whole(entry: Mapping[str, Any], field: str, default: int, most: int, where:
 
 
 def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
-    """Return an amount of memory, which Macs count in powers of two; None if it is not given."""
+    """Return an amount of memory, in Macs' powers of two; None if it is missing."""
     if field not in entry:
         return None
     value = entry[field]
@@ -160,7 +159,7 @@ def _networked(members: Sequence[MemberMachine], kind: str, mbps: int, place: in
 def _cabled(
     members: Sequence[MemberMachine], ports: Sequence[int], generation: str, shape: str, source: str
 ) -> list[MemberMachine]:
-    """Cable all pairs, or a circle in the order of the file. Each cable is a network of its own."""
+    """Cable all pairs, or a circle in the order of the file. Each cable is its own network."""
     size = len(members)
     around = ((i, (i + 1) % size) for i in range(size if size > 2 else size - 1))
     pairs = list(combinations(range(size), 2) if shape == "mesh" else around)

@@ -1,6 +1,6 @@
-"""Measurements of fabrics: what to measure, the results that are kept, and their use in placement. Pure.
+"""Measurements of fabrics: sizes and rounds, kept results, and their use in placement.
 
-One result counts for the same nodes, in any order, over the same kind of fabric.
+A result is valid for the same nodes, in any order, over the same kind of fabric.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from .faults import MUCH_SLOWER
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]
-EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over one size.
+EACH_S = 0.15  #: Approximate seconds for timing one kind of collective over one size.
 SLOW_S = 0.5  #: A slower collective ends the measurement: the next size takes about four times as long.
 MOST_ROUNDS = 100
-LINK_BYTES = SIZES[6]  #: Of the sums by which the links of a new group are judged.
-LINK_TRIES = 3  #: Of these sums, of which the fastest counts: a busy Mac slows others.
+LINK_BYTES = SIZES[6]  #: Size of the sums that judge a new group's links.
+LINK_TRIES = 3  #: Number of these sums; the fastest counts, because a busy Mac slows others.
 _TEXT = 1
 
 _RECORD = record(FabricResult)
 
 
 def sizes(row_bytes: int) -> tuple[int, ...]:
-    """Return the bytes to time collectives over, smallest first. `row_bytes`: of a decoded token, or 0."""
+    """Return the sizes of collectives to time, in bytes, ascending. `row_bytes`: of a decoded token, or 0."""
     row = (row_bytes,) if 0 < row_bytes <= MAX_TIMED_BYTES else ()
     return tuple(sorted({*SIZES, *row}))
 
 
 def rounds(once_s: float) -> int:
-    """Return how many collectives to time when one takes `once_s`: as many as fit `EACH_S`, one at least."""
+    """Return how many collectives of `once_s` fit in `EACH_S`, at least one."""
     return max(1, min(int(EACH_S / max(once_s, 1e-9)), MOST_ROUNDS, MAX_TIMED_ROUNDS))
 
 
 def check(result: FabricResult) -> FabricResult:
-    """Return the result. Raises ValueError, with the fault, if it cannot be of a group."""
+    """Return the result. Raises ValueError, with the fault, if it is impossible."""
     try:
         result = _RECORD.from_wire(_RECORD.to_wire(result))
     except (TypeError, OverflowError, struct.error) as error:
@@ -56,7 +56,7 @@ def check(result: FabricResult) -> FabricResult:
 
 
 def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[FabricResult, ...]:
-    """Return both, of each group and fabric the newest, at most `MOST`, the oldest first."""
+    """Return the newest result for each group and fabric, at most `MOST`, the oldest first."""
     newest = {}
     for each in sorted([*kept, *more], key=lambda result: result.at):
         newest[frozenset(each.nodes), each.backend, each.kind, each.fast_fences] = each
@@ -72,7 +72,7 @@ def find(
 
 
 def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> tuple[Collective, ...]:
-    """Return the measurements that placement prefers to assumptions: those with such fences."""
+    """Return the measurements with such fences: placement prefers them to assumptions."""
     return tuple(
         Collective(each.kind, each.collective_s, frozenset(each.nodes), each.metal, bandwidth(each))
         for each in results
@@ -81,14 +81,14 @@ def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> tuple[Col
 
 
 def bandwidth(result: FabricResult) -> float:
-    """Return the bytes/s of one link, by the extra time of the largest sum over the smallest; else 0."""
+    """Return the bytes/s of a link, by the extra time of the largest sum over the smallest; or 0."""
     more_s = result.sums_s[-1] - result.sums_s[0]
     more_bytes = (result.sizes[-1] - result.sizes[0]) * sum_share(len(result.nodes))
     return more_bytes / more_s if more_s > 0 else 0.0
 
 
 def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
-    """Return in words that links carry far less than `expected` bytes/s in a sum of `LINK_BYTES`; or ""."""
+    """Return a warning if a sum of `LINK_BYTES` carries far less than `expected` bytes/s; else ""."""
     carried = LINK_BYTES * sum_share(ranks) / max(seconds, 1e-9)
     if carried * MUCH_SLOWER > expected:
         return ""
@@ -99,7 +99,7 @@ def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
 
 
 def from_json(table: Any) -> FabricResult:
-    """Return the result that an object of JSON holds. Raises ValueError for any other."""
+    """Return the result in an object of JSON. Raises ValueError."""
     names = [field.name for field in fields(FabricResult)]
     if type(table) is not dict or table.keys() != {*names}:
         raise ValueError(f"a table of exactly {', '.join(names)} is expected")
@@ -111,7 +111,7 @@ def to_text(results: Sequence[FabricResult]) -> str:
 
 
 def from_text(text: str) -> tuple[FabricResult, ...]:
-    """Parse that text. Raises ValueError for a text that `to_text` has not written."""
+    """Parse a text of `to_text`. Raises ValueError for any other."""
     table = json.loads(text)
     if type(table) is not dict or table.get("format") != _TEXT or type(table.get("results")) is not list:
         raise ValueError(f"a table of format {_TEXT} is expected")

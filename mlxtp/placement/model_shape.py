@@ -1,4 +1,4 @@
-"""Sizes of a model and of its stages, on which its placement depends. Pure: its description in."""
+"""Sizes of a model and of its stages, for its placement, from its description."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..model_config import ASSUMED_CONTEXT
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 
 MAX_TEXT = 1 << 20  #: characters of a description from another Mac
-HEAD_KERNELS = 12  #: of an MTP head beside its layer: two norms, their product, norm, head, a choice
+HEAD_KERNELS = 12  #: of an MTP head without its layer: two norms, their product, norm, head, a choice
 _KV_SCALES = 4 / 64  # bytes of a quantized number's scales
 
 
-# --- kinds of KV caches, and what the engine leaves out with each ---------------------------------------
+# --- kinds of KV caches, and missing features with each -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CacheWords:
-    """Words about KV caches. `off` names what is left out, and `why`; both empty without."""
+    """Words about KV caches: their `name`, features that are `off`, and `why`."""
 
     name: str
     off: str = ""
     why: str = ""
 
 
-#: By the first of mlx-lm's kinds that a model has.
+#: By the first matching kind of mlx-lm's caches.
 _NAMES = {
     "ChunkedKVCache": (
         "chunks of tokens",
@@ -69,17 +69,13 @@ def words_of(caches: CacheCapabilities) -> CacheWords:
 
 @dataclass(frozen=True, slots=True)
 class StageRules:
-    """Rules for stages.
+    """Rules for stages."""
 
-    joined   layers that must be on the rank of the layer before, because they read results of earlier ones
-    keepers  layers whose caches count positions, of which each stage needs one; () where any layer will do
-    """
-
-    joined: frozenset[int] = frozenset()
-    keepers: tuple[int, ...] = ()
+    joined: frozenset[int] = frozenset()  #: Layers on the rank of the previous layer: they read its results.
+    keepers: tuple[int, ...] = ()  #: Layers with caches that count positions: each stage needs one; (): any.
 
     def flaw(self, begin: int, end: int) -> str:
-        """Return why no stage can have the layers from `begin` up to `end`; empty if one can."""
+        """Return why no stage can have the layers from `begin` up to `end`, or ""."""
         if begin in self.joined:
             return f"layer {begin} reads results of earlier layers, so both must be on one Mac"
         if self.keepers and not any(begin <= layer < end for layer in self.keepers):
@@ -88,18 +84,18 @@ class StageRules:
         return ""
 
     def border(self, at: int, step: int) -> int:
-        """Return `at`, or the next layer by `step` (1 or -1) before which a stage may begin."""
+        """Return the first layer that may begin a stage, from `at` on, by `step` (1 or -1)."""
         while at in self.joined:
             at += step
         return at
 
     def end(self, begin: int, most: int) -> int:
-        """Return where a stage from `begin` on ends, at `most` or before; `begin` where none can be."""
+        """Return the end of a stage from `begin` on, at most `most`; `begin` if there is none."""
         end = self.border(most, -1)
         return begin if end <= begin or self.flaw(begin, end) else end
 
     def latest(self, total: int, stages: int) -> list[int]:
-        """Return where each of so many stages of `total` layers must end; [] where they cannot be so many."""
+        """Return the latest ends of so many stages of `total` layers; [] if impossible."""
         ends = [total]
         while len(ends) < stages:
             keepers = (layer for layer in reversed(self.keepers) if layer < ends[0])
@@ -112,21 +108,14 @@ class StageRules:
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """Sizes of one layer, of what a stage has beside its layers, or of all.
-
-    token_bytes      weights read for one token: of routed experts only those it meets
-    token_weights    number of weights that a token is multiplied by
-    kernels          GPU kernels started one after the other for one token
-    kv_token_bytes   bytes of one more token in the KV caches
-    kv_window_bytes  the part of these in layers with slots for `window` tokens at most
-    """
+    """Sizes of a layer, of a stage's other parts, or of a whole model."""
 
     weight_bytes: int = 0
-    token_bytes: int = 0
-    token_weights: int = 0
-    kernels: int = 0
-    kv_token_bytes: int = 0
-    kv_window_bytes: int = 0
+    token_bytes: int = 0  #: Weights read for one token, without experts that it does not meet.
+    token_weights: int = 0  #: Number of weights that multiply a token.
+    kernels: int = 0  #: GPU kernels started one after the other for a token.
+    kv_token_bytes: int = 0  #: One more token in the KV caches.
+    kv_window_bytes: int = 0  #: The part of this in layers with at most `window` tokens.
 
     def __add__(self, other: PartShape) -> PartShape:
         return PartShape(*(getattr(self, name) + getattr(other, name) for name in PartShape.__slots__))
@@ -137,31 +126,21 @@ class PartShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(PartShape):
-    """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
-
-    whole_bytes   of the weights, what each rank of a group holds whole; `token_whole_bytes`: reads whole
-    mlp_bytes     of dense MLPs, which some families keep whole where they do not divide
-    kv_heads      ranks that share the KV caches at most; a compressed cache is on every rank
-    mtp_kv_bytes  of one more token in an MTP head's cache, whole on each rank; 0 where its files have none
-    mtp_head      sizes of the MTP head that its configuration names, in its files or not
-    output_bytes  of the output head, which may be the embedding's
-    before        sizes of all layers before each one, and of all
-    ends          sizes of what first and last stages have beside layers: the embedding; norm and head
-    """
+    """Sizes of a model. Bytes are of weights as stored."""
 
     name: str
     model: Description = field(repr=False)
     layers: int
-    whole_bytes: int
-    token_whole_bytes: int
-    mlp_bytes: int
-    kv_heads: int
+    whole_bytes: int  #: Weights that each rank of a group holds whole.
+    token_whole_bytes: int  #: The part of these that a rank reads for one token.
+    mlp_bytes: int  #: Dense MLPs, which are whole on each rank if they do not divide.
+    kv_heads: int  #: Most ranks that share the KV caches; a compressed cache is on every rank.
     window: int
-    mtp_kv_bytes: int
-    mtp_head: PartShape | None
-    output_bytes: int
-    before: tuple[PartShape, ...] = field(repr=False)
-    ends: tuple[PartShape, PartShape] = field(repr=False)
+    mtp_kv_bytes: int  #: One more token in an MTP head's cache, whole on each rank; 0 without a head's files.
+    mtp_head: PartShape | None  #: The MTP head that its configuration names, in its files or not.
+    output_bytes: int  #: Output head, which may be the embedding's.
+    before: tuple[PartShape, ...] = field(repr=False)  #: All layers before each layer, and all layers.
+    ends: tuple[PartShape, PartShape] = field(repr=False)  #: Other parts of first and last stages.
     rules: StageRules = field(repr=False)
 
     @property
@@ -178,7 +157,7 @@ class ModelShape(PartShape):
 
     @property
     def collectives(self) -> int:
-        """Sums and gathers over the ranks for one token; one of them agrees on it."""
+        """Sums and gathers over the ranks for one token, including the agreement on it."""
         return self.model.collectives + 1
 
     @property
@@ -186,7 +165,7 @@ class ModelShape(PartShape):
         return not self.model.uncuttable
 
     def stage(self, begin: int, end: int) -> ModelShape:
-        """Return the shape of a stage: the layers from `begin` up to `end`, and what its place brings."""
+        """Return the shape of a stage: the layers from `begin` up to `end`, with embedding or head."""
         if (begin, end) == (0, self.layers):
             return self
         sizes = self.before[end] - self.before[begin]
@@ -215,7 +194,7 @@ class ModelShape(PartShape):
         return -(-size // min(ranks, self.kv_heads)) + self.mtp_kv_bytes * tokens
 
     def uncuttable(self, ranks: int, split: Sequence[int] = ()) -> str:
-        """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
+        """Return why it cannot be cut into so many stages, or by `split`; or ""."""
         if not self.cuttable:
             return f"the family {self.family!r} cannot be cut into {ranks} stages: {self.model.uncuttable}"
         told = ",".join(map(str, split))
@@ -239,14 +218,13 @@ class ModelShape(PartShape):
 def shape_of(
     model: Description, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0, mtp: bool = False
 ) -> ModelShape:
-    """Return the shape of a described model.
-
-    Sizes are scaled to `weight_bytes` on disk, if known: configurations of mixed quantizations are rarely
-    complete. `kv_bits` (4 or 8) quantizes the KV cache where it can be. `mtp`: its files have an MTP head.
+    """Return the shape of a described model, scaled to `weight_bytes` on disk if known: configurations of
+    mixed quantizations are rarely complete. `kv_bits` (4 or 8) quantizes KV caches if possible. `mtp`: its
+    files have an MTP head.
     """
     embedding, layers, head = model.embedding, model.layers, model.head
     whole = sum((embedding, *layers, head), PartFacts())
-    joining = 2 * model.hidden**2  # weights of an MTP head beside a layer like the last one
+    joining = 2 * model.hidden**2  # weights of an MTP head without its layer, which is like the last
     joining_bytes = joining * layers[-1].weight_bytes // max(layers[-1].numbers, 1)
     own = layers[-1].weight_bytes + joining_bytes if mtp else 0  # each rank has all of it
     implied = whole.weight_bytes + own
@@ -264,9 +242,9 @@ def shape_of(
         kernels=model.kernels,
     )
     table = PartShape(int(scale * embedding.weight_bytes))
-    # What the layers leave is the last stage's, so that all stages together have all bytes.
+    # All other bytes are the last stage's, so that all stages together have all bytes.
     last = all_of_it - before[-1]
-    if not (model.tied or mtp):  # whose output or head needs the embedding, too
+    if not (model.tied or mtp):  # then the last stage needs the embedding, too
         last -= table
     mtp_head = None
     if model.has_head:
@@ -304,7 +282,7 @@ def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> Part
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A model as a Mac that has its files knows it. `weight_bytes` and `mtp` as in `shape_of`."""
+    """A model as known to a Mac with its files. `weight_bytes` and `mtp` as in `shape_of`."""
 
     model: Description
     weight_bytes: int
@@ -314,14 +292,14 @@ class DescribedModel:
         return shape_of(self.model, name=name, weight_bytes=self.weight_bytes, kv_bits=kv_bits, mtp=self.mtp)
 
     def packed(self) -> bytes:
-        """Return it in the form that members send, about a kilobyte."""
+        """Return the form for other members, about a kilobyte."""
         numbers = f"{self.weight_bytes} {int(self.mtp)} "
         return zlib.compress((numbers + to_text(self.model)).encode())
 
 
 @lru_cache(64)
 def unpacked(data: bytes) -> DescribedModel:
-    """Return what `packed` made this of. Raises ValueError, also for what a member made up."""
+    """Undo `packed`. Raises ValueError, also for a member's inventions."""
     unpacking = zlib.decompressobj()
     try:
         weight_bytes, mtp, described = unpacking.decompress(data, MAX_TEXT).decode().split(" ", 2)
@@ -335,7 +313,7 @@ def unpacked(data: bytes) -> DescribedModel:
 
 
 def _check(value: object, kind: Any, name: str) -> None:
-    """Raise ValueError where types or numbers are none of a model. What plans divide by is not 0."""
+    """Raise ValueError for impossible types or numbers, such as a 0 that plans would divide by."""
     if get_origin(kind) is tuple:
         for part in value if isinstance(value, tuple) else [None]:
             _check(part, get_args(kind)[0], name)
@@ -351,7 +329,7 @@ MOST = 1 << 60  #: bytes, or numbers, of any model
 
 
 def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
-    """Return the shape of a model of which only the size of its weights is known: one rank has it whole."""
+    """Return the indivisible shape of a model with only a known size."""
     size = weight_bytes
     whole = PartFacts(0, size, size, size // 2, size, size)
     caches, why = CacheCapabilities(True, True, True, True, True, ("KVCache",)), "its sizes are not known"

@@ -1,4 +1,4 @@
-"""Cuts of a model into stages, by the memory and the speed of the Macs. Pure."""
+"""Cuts of a model into stages, by the memory and the speed of the Macs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .model_shape import ModelShape, StageRules
 from .tables import Chip
 from .topology import MemberMachine
 
-_NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
-_MODELS_KEPT = 32  #: Models of which sizes of stages are kept, with up to 2 MB for each.
+_NEAR = 0.999  #: The search ends if no split can be faster than this share of the best time so far.
+_MODELS_KEPT = 32  #: Models with cached sizes of stages, of up to 2 MB each.
 
-Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
+Seconds = Callable[[int, int, int], float]  #: For a stage's number, its first layer, and the next stage's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Cut:
 
 
 class _StageSizes:
-    """Bytes and seconds of all stages of a model, from one layer to before another, for many plans."""
+    """Cache of bytes and seconds of all stages of a model, from one layer to before another."""
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
         self.stage = cache(shape.stage)
@@ -53,15 +53,14 @@ class _StageSizes:
             costs = costs_on(chip)
             return cache(lambda begin, end: costs(begin, end).request_s(workload, count))
 
-        #: Returns the seconds of layers on a chip, as one of so many stages.
-        self.seconds_of = cache(seconds_of)
+        self.seconds_of = cache(seconds_of)  #: For layers on a chip, as one of so many stages.
 
 
 _stage_sizes = lru_cache(_MODELS_KEPT)(_StageSizes)
 
 
 def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple[CountedShare, ...]:
-    """Return what plans count on for each rank: its layers where `split` has them, else a part of each."""
+    """Return each rank's expected memory: of its layers in `split`, else of its share of all layers."""
 
     def counted(begin: int, end: int, parts: int) -> CountedShare:
         share, layers = shape.stage(begin, end), shape.model.layers
@@ -73,10 +72,7 @@ def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple
 
 
 class StageCutter:
-    """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order.
-
-    `shared`: all ranks are on one machine.
-    """
+    """Search for each rank's layers, with KV caches of `context` tokens; `shared`: all on one machine."""
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload, *, shared: bool = False) -> None:
         self._shared = shared
@@ -85,12 +81,11 @@ class StageCutter:
         self._context = context
         self._sizes = _stage_sizes(shape, context, workload)
         self._latest = cache(partial(shape.rules.latest, shape.layers))
-        self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
+        self._cuts: dict[object, Cut | None] = {}  #: By group, for all its fabrics.
 
     def split(self, ranks: Sequence[MemberMachine]) -> tuple[int, ...]:
-        """Return the layers of each rank that make the slowest stage fastest; () for no room.
-
-        Layers are also level between neighbours: with no move of one would the slower of the two gain.
+        """Return the layers of each rank that make the slowest stage fastest; () without room. Neighbors are
+        level, too: no move of a layer makes the slower of the two faster.
         """
         seconds = self._seconds(ranks)
         found = self._filled(seconds, len(ranks), math.inf)
@@ -104,7 +99,7 @@ class StageCutter:
         return _counts(_levelled(seconds, found, self._rules))
 
     def cut(self, ranks: Sequence[MemberMachine], split: tuple[int, ...] = ()) -> Cut | None:
-        """Return the cut with so many layers each, or the best one; None where there is no room for that."""
+        """Return the cut by `split`, or the best cut; None without room."""
         key = (tuple(rank.node_id for rank in ranks), split)
         if key not in self._cuts:
             found = split or self.split(ranks)
@@ -123,17 +118,17 @@ class StageCutter:
         )
 
     def room(self, ranks: Sequence[MemberMachine]) -> tuple[int, ...]:
-        """Return the layers for which each rank has room, where the first stages take as many as they can."""
+        """Return the layers that fit on each rank, if the first stages take as many as possible."""
         seconds, layers = self._seconds(ranks), self._layers
         borders = self._most(seconds, len(ranks) - 1, math.inf, least=0)
         rest = range(1, layers - borders[-1] + 1)
         last = bisect_left(rest, math.inf, key=lambda count: seconds(len(ranks) - 1, layers - count, layers))
         return last, *_counts(borders)
 
-    # --- the search: stages are in the order of layers, and end at ascending borders ------------------
+    # --- the search: stages in the order of layers, with ascending borders ----------------------------
 
     def _seconds(self, ranks: Sequence[MemberMachine]) -> Seconds:
-        """Return a function of the seconds of a stage, which are infinite where it has no room."""
+        """Return a function for the seconds of a stage: infinite if it does not fit."""
         order, sharing = ranks[::-1], len(ranks) if self._shared else 1
         available = [usable_bytes(rank) // sharing for rank in order]
         costs = [self._sizes.seconds_of(hardware_of(rank).chip, len(ranks)) for rank in order]
@@ -147,12 +142,12 @@ class StageCutter:
         return seconds
 
     def _filled(self, seconds: Seconds, count: int, limit_s: float) -> list[int]:
-        """Return the borders of stages of less than `limit_s` each; [] if they have no room for all."""
+        """Return the borders of stages under `limit_s` each; [] if they do not fit all layers."""
         borders = self._most(seconds, count, limit_s, least=1)
         return borders if borders[-1] == self._layers and len({*borders}) == len(borders) else []
 
     def _most(self, seconds: Seconds, count: int, limit_s: float, least: int) -> list[int]:
-        """Return the borders of `count` such stages, each the longest that leaves `least` to later ones."""
+        """Return the borders of `count` such stages, each the longest that leaves `least` to later stages."""
         borders, latest = [0], [self._layers] * count
         if least:
             latest = self._latest(count) or [0] * count
@@ -180,7 +175,7 @@ def _levelled(seconds: Seconds, borders: list[int], rules: StageRules) -> list[i
             begin, now, end = borders[at - 1 : at + 2]
             steps = (now, rules.border(now - 1, -1), rules.border(now + 1, 1))
             slower_s = {mid: max(allowed_s(at - 1, begin, mid), allowed_s(at, mid, end)) for mid in steps}
-            borders[at] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
+            borders[at] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another is better
             moved = moved or borders[at] != now
     return borders
 

@@ -1,6 +1,6 @@
-"""Placement: the nodes that serve a model, their order and their fabric. Pure.
+"""Placement: the nodes that serve a model, their order and their fabric.
 
-The choice answers a request of the expected workload soonest; docs/placement.md has the rules.
+The choice finishes a request of the expected workload first; docs/placement.md has the rules.
 """
 
 from __future__ import annotations
@@ -15,24 +15,19 @@ from .model_shape import ModelShape
 from .topology import MemberMachine, Topology
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
-FASTER_WITHOUT = 1.2  #: A group without the Mac that plans is worth a remark if it is so many times as fast.
-_SAID = 4  #: Reasons that one sentence may give.
+FASTER_WITHOUT = 1.2  #: Factor of speed that makes a group without the planning Mac worth a note.
+_SAID = 4  #: Most reasons in a sentence.
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen nodes. If no group can serve, `chosen` is None and `reason` names what is missing.
-
-    reason        if no group can serve, it begins with the nodes that lack the model: people can mend that
-    alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
-    context       tokens whose KV caches have room on every rank
-    """
+    """The chosen nodes. If no group can serve, `chosen` is None."""
 
     chosen: Candidate | None
-    reason: str
-    alternatives: tuple[Candidate, ...]
+    reason: str  #: If no group can serve, it begins with nodes without the model: users can fix that.
+    alternatives: tuple[Candidate, ...]  #: All considered: chosen, possible, then refused.
     notes: tuple[str, ...]
-    context: int
+    context: int  #: Tokens that KV caches have room for on every rank.
     workload: Workload
 
     @property
@@ -46,9 +41,8 @@ def plan(
     must: str = "",
     options: PlacementOptions | None = None,
 ) -> Placement:
-    """Return the best placement of a model on `members`, with everything else that was considered.
-
-    `must` is the node id of the Mac that plans, or empty for none. It is rank 0 of every group it is in.
+    """Return the best placement of a model on `members`. `must` is the node id of the planning Mac, or empty:
+    it is rank 0 of its groups.
     """
     options = options or PlacementOptions()
     present = {m.node_id: m for m in members if not m.lack}
@@ -193,7 +187,7 @@ def _times(one: Candidate, options: PlacementOptions) -> tuple[str, str, str]:
 
 
 def _trouble(considered: Sequence[Candidate], options: PlacementOptions) -> str:
-    """Return the obstacles of all groups that were requested, the smallest first, each reason once."""
+    """Return the obstacles of all requested groups, the smallest first, each reason once."""
     wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
     reasons: dict[str, str] = {}
     for one in sorted(wanted, key=lambda a: (a.nodes, a.is_pipeline, a.kind, a.reason)):

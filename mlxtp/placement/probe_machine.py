@@ -1,4 +1,4 @@
-"""A `Machine` from the outputs of all its commands. Any output gives one that fits into its message."""
+"""A `Machine` from the outputs of its commands. Any outputs give a valid message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .probe_macos import (
     printable,
 )
 
-Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
+Outputs = Mapping[str, Output]  #: By command of `COMMANDS`; missing commands were not run.
 
 # --- macOS ------------------------------------------------------------------------------------------------
 
@@ -58,13 +58,13 @@ def mac(outputs: Outputs, address: str = "") -> Machine:
     )
     if switch != "enabled":
         del read["ibv_devices"]
-    if outputs.get("rdma_ctl") == NOT_INSTALLED:  # of a macOS without RDMA; another one may have it
+    if outputs.get("rdma_ctl") == NOT_INSTALLED:  # this macOS has no RDMA
         del read["rdma_ctl"]
     return _changing(replace(machine, notes=_notes(outputs, read)), outputs, every, address)
 
 
 def mac_again(machine: Machine, outputs: Outputs, address: str = "") -> Machine:
-    """Return the same Mac later, from the cheap commands: memory, addresses, power, RDMA ports."""
+    """Return the same Mac with new outputs of the cheap commands: memory, addresses, power, RDMA ports."""
     dear = {name for name, command in COMMANDS.items() if not command.cheap}
     kept = tuple(sentence for sentence in machine.notes if sentence.partition(": ")[0] in dear)
     return _changing(replace(machine, notes=kept), outputs, _read(outputs, cheap=True), address)
@@ -79,7 +79,7 @@ def _read(outputs: Outputs, *, cheap: bool) -> dict[str, Reading]:
 
 
 def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], address: str) -> Machine:
-    """Return `machine`, which has the other commands' notes, with all that changes and is reported now."""
+    """Return `machine`, with the other commands' notes, and present values of cheap commands."""
     has_rdma = any(port.rdma for port in machine.ports)
     active = read["ibv_devinfo"]
     if not has_rdma:
@@ -102,7 +102,7 @@ def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], addr
         ports = [replace(port, service=named.get(port.interface, "")) for port in machine.ports]
         machine = replace(machine, ports=tuple(ports), bridge_service=named.get("bridge0", ""))
     links: tuple[NetworkDevice, ...] = read["ifconfig"].value
-    if not links:  # without addresses, the missing ones are unknown
+    if not links:  # no address is known to be missing
         notes = notes_of(replace(machine, interfaces=())) + unread
         return replace(machine, notes=notes[:MAX_NOTES])
     holds = any(link.name == "bridge0" and link.enabled and link.members for link in links)
@@ -132,12 +132,12 @@ def _port(port: Port, names: Mapping[int, str], devices: frozenset[str], model: 
     interface = names.get(port.receptacle, "")
     device = f"rdma_{interface}"
     found = replace(port, interface=interface, gbps=port.gbps if port.active else 0, active=False)
-    # Some devices are listed, but their connections fail.
+    # Some listed devices cannot connect.
     return found if device not in devices or unable(model, found) else replace(found, rdma=device)
 
 
 def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine) -> Iterator[NetworkDevice]:
-    """Yield links with their kinds, those over Thunderbolt with the speed of their cables."""
+    """Yield links with their kinds, and Thunderbolt links with the speed of their cables."""
     listed: HardwarePorts = ports.value
     kinds = dict(listed.kinds) or {each.name: each.kind for each in machine.interfaces}
     for link in (*links, *links):  # a VLAN may lie over a bond
@@ -159,7 +159,7 @@ def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine
 
 
 def elsewhere(sight: Sight, address: str = "") -> Machine:
-    """Return a machine that is no Mac. `build` is its kernel, `chip` perhaps its architecture."""
+    """Return a machine that is no Mac. `build` is its kernel; `chip` may be its architecture."""
     machine = replace(
         UNKNOWN,
         system="linux" if sight.system == "linux" else "other",
@@ -181,7 +181,7 @@ def elsewhere(sight: Sight, address: str = "") -> Machine:
 def _addressed(
     machine: Machine, links: Iterable[NetworkDevice], address: str, unread: tuple[str, ...]
 ) -> Machine:
-    """Return `machine` with the interfaces that count, and its notes: advice first, then what is unknown."""
+    """Return `machine` with the interfaces that count, and its notes: advice, then unknown values."""
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))
     notes = notes_of(machine) + unread  # the faults of a cable do not depend on the requested address
@@ -193,12 +193,12 @@ def _addressed(
     return replace(machine, interfaces=named, notes=notes[:MAX_NOTES])
 
 
-# --- linux: texts of /proc and /etc, and what psutil reports, which `hardware.py` reads -------------------
+# --- linux: texts of /proc and /etc, and psutil's values, read by `hardware.py` ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Readings of a machine that is no Mac. Memory is in bytes; texts are empty where a file is missing."""
+    """Readings of a machine that is no Mac. Memory is in bytes; texts of missing files are empty."""
 
     system: str
     cpuinfo: str
@@ -213,7 +213,7 @@ class Sight:
     devices: tuple[NetworkDevice, ...]
 
 
-#: The processor's name, which many ARM kernels do not report.
+#: The processor's name; many ARM kernels do not report it.
 _CHIP = re.compile(r"^(?:model name|Model|Hardware|cpu model)\s*:(.*)$", re.MULTILINE)
 #: The distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)".
 _RELEASE = re.compile(r"^[ \t]*PRETTY_NAME[ \t]*=(.*)$", re.MULTILINE)
@@ -227,9 +227,8 @@ def _first(pattern: re.Pattern[str], text: str, max_chars: int) -> str:
 def linux_device(
     name: str, addresses: Iterable[tuple[str, str]], flags: str, speed: int, *, up: bool, kind: str = ""
 ) -> NetworkDevice:
-    """Return one device from psutil's IPv4 addresses with dotted netmasks, flags by commas, and Mb/s.
-
-    `kind`: "wifi" or "bridge" where that is known of it.
+    """Return a device from psutil's IPv4 addresses with dotted netmasks, comma-separated flags, and Mb/s.
+    `kind`: "wifi" or "bridge" if known.
     """
     has = flags.split(",")
     if "loopback" in has or name == "lo":
@@ -243,7 +242,7 @@ def linux_device(
         enabled="up" in has or up,
         up=up,
         point_to_point="pointopoint" in has or "pointtopoint" in has,
-        # A driver that does not know the speed reports 0, -1 or 65535.
+        # Drivers report an unknown speed as 0, -1 or 65535.
         mbps=0 if speed in (-1, 65535) else speed,
         addresses=tuple((address, _prefix(mask)) for address, mask in list(addresses)[:MAX_ADDRESSES]),
     )

@@ -1,7 +1,7 @@
-"""Commands that probe a Mac, a parser for each, and the addresses among their values that count.
+"""Commands that probe a Mac, a parser for each, and the choice of addresses.
 
-The commands only read, and none needs root; `COMMANDS` has their purposes. Parsers take any text at all,
-raise nothing, and return values that are cut to what `wire/cluster_messages.py` allows.
+The commands only read, and none needs root; `COMMANDS` has their purposes. Parsers accept any text, never
+raise, and cut values to the limits of `wire/cluster_messages.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..wire.codecs import U63
 # --- outputs of commands, and values read from them ------------------------------------------------------
 
 MAX_NOTE = 300  #: Characters of one sentence in `Machine.notes`.
-#: A machine of which nothing is known. Parsers fill in their part of it.
+#: A machine without known values. Parsers fill in their part.
 UNKNOWN = Machine("other", "", "", "", "", 0, 0, 0, 0, 0, 0, "unknown", "unsupported", False)
 
 
@@ -41,17 +41,17 @@ NOT_INSTALLED = Output(problem="is not installed")
 
 
 def note(command: str, output: Output, missing: Iterable[str]) -> tuple[str, ...]:
-    """Return one sentence about unknown values, if any. It begins with the command's name and a colon."""
+    """Return a sentence about unknown values, if any, which begins with the command's name and a colon."""
     unknown = ", ".join(missing)
     problem = output.problem or "its output cannot be parsed"
     return (f"{command}: {problem}; not known: {unknown}"[:MAX_NOTE],) if unknown else ()
 
 
 def printable(value: object, max_chars: int) -> str:
-    """Return a text on one line, cut and without unprintable characters; "" for any other value."""
+    """Return a text on one line, cut and printable; "" for any other value."""
     if not isinstance(value, str):
         return ""
-    # Far more than any field holds, so that a megabyte in the wrong place costs little.
+    # Far more than any field holds, but little work for a megabyte in the wrong place.
     words = "".join(c if c.isprintable() else " " for c in value[: 8 * max_chars]).split()
     return " ".join(words)[:max_chars].strip()
 
@@ -60,42 +60,36 @@ _FIRST_NUMBER = re.compile(r"\d{1,19}", re.ASCII)
 
 
 def count(value: object, high: int) -> int:
-    """Return `value`, or the first number in it if it is a text; 0 if there is none up to `high`."""
+    """Return `value`, or the first number in a text; 0 unless it is from 0 to `high`."""
     if isinstance(value, str) and (found := _FIRST_NUMBER.search(value[:200])):
         value = int(found[0])
     return value if type(value) is int and 0 <= value <= high else 0
 
 
-# --- addresses at which another machine nearby may reach this one: "Addresses" in docs/placement.md ------
+# --- addresses of this machine for others nearby: "Addresses" in docs/placement.md -----------------------
 
-MAX_LINKS = 256  #: Network devices that are read; a machine with many containers has some dozens.
-MAX_ADDRESSES = 32  #: IPv4 addresses that are read for each device.
+MAX_LINKS = 256  #: Most network devices to read; a machine with many containers has some dozens.
+MAX_ADDRESSES = 32  #: Most IPv4 addresses to read for each device.
 MAX_MBPS = 10**7
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkDevice:
-    """One network device with its IPv4 addresses, each (address, prefix).
-
-    enabled   the owner's setting
-    up        enabled, and with a peer at the other end of the cable
-    portless  no port of this Mac, and not over one: an overlay, or a network of virtual machines
-    members   the devices that a bridge or a bond holds, or the one below a VLAN
-    """
+    """One network device with its IPv4 addresses, each (address, prefix)."""
 
     name: str
     kind: str = "other"
-    enabled: bool = False
-    up: bool = False
+    enabled: bool = False  #: By the owner's setting.
+    up: bool = False  #: Enabled, and with a peer at the other end of the cable.
     point_to_point: bool = False
     mbps: int = 0
     addresses: tuple[tuple[str, int], ...] = ()
-    members: tuple[str, ...] = ()
-    portless: bool = False
+    members: tuple[str, ...] = ()  #: Devices of a bridge or a bond, or the device below a VLAN.
+    portless: bool = False  #: Uses no port of this Mac: an overlay, or a network of virtual machines.
 
 
 def ipv4(text: str) -> str:
-    """Return `text` if it is an IPv4 address that a machine can have, else ""."""
+    """Return `text` if it is a possible IPv4 address of a machine, else ""."""
     try:
         address = IPv4Address(text)
     except AddressValueError:
@@ -108,7 +102,7 @@ def self_assigned(address: str) -> bool:
 
 
 def interfaces(links: Iterable[NetworkDevice]) -> tuple[Interface, ...]:
-    """Return all addresses that count, the most useful first: up, not self-assigned, by name."""
+    """Return the addresses that count: those up first, then not self-assigned, then by name."""
     outward = (x for x in links if not (x.point_to_point or x.portless or _INWARD.fullmatch(x.name)))
     found = [interface for link in outward for interface in _of(link)]
     if any(each.up and each.kind != "loopback" for each in found):
@@ -131,7 +125,7 @@ def _of(link: NetworkDevice) -> list[Interface]:
     ]
 
 
-#: Devices that lead to no other machine.
+#: Devices without another machine at their end.
 _INWARD = re.compile(
     r"(docker|podman|virbr|lxcbr|lxdbr|cni|flannel|vmnet|vmenet|vboxnet)[\w.-]*|br-[0-9a-f]{12}|bridge1\d\d"
 )
@@ -141,7 +135,7 @@ _INWARD = re.compile(
 
 
 def parse_sysctl(text: str) -> Reading:
-    """Read a part of a Machine, with the limit that its owner set, or 0, in `gpu_bytes`."""
+    """Read a part of a Machine, with the owner's limit, or 0, in `gpu_bytes`."""
     values = {name: value.strip() for name, colon, value in _parted(text, ":") if colon}
     system = replace(
         UNKNOWN,
@@ -158,7 +152,7 @@ def parse_sysctl(text: str) -> Reading:
 
 
 def parse_vm_stat(text: str) -> Reading:
-    """Read the bytes of free and of wired memory, as `free_memory.parse_vm_stat` counts them."""
+    """Read the bytes of free and wired memory, as `free_memory.parse_vm_stat`."""
     if (found := free_memory.parse_vm_stat(text)) is None:
         return Reading((0, 0), ("free memory", "wired memory"))
     return Reading(tuple(min(size, U63) for size in found))
@@ -166,14 +160,14 @@ def parse_vm_stat(text: str) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePorts:
-    """Kind of each network device, by its name, and the device names of Thunderbolt ports 1, 2, ..."""
+    """Kinds of network devices by name, and device names of Thunderbolt ports 1, 2, ..."""
 
     kinds: Mapping[str, str]
     thunderbolt: Mapping[int, str]
 
 
 _THUNDERBOLT = re.compile(r"Thunderbolt (\d{1,2})", re.ASCII)
-#: The same where macOS has another language: one word and a number.
+#: The same in other languages of macOS: one word and a number.
 _TRANSLATED = re.compile(r"(?!Ethernet|USB|LAN)[^\W\d_]+ (\d{1,2})")
 
 
@@ -199,9 +193,8 @@ _SERVICE = re.compile(r"^\((\d+|\*)\) (.{1,400})\n\(Hardware Port: .*, Device: (
 
 
 def parse_services(text: str) -> Reading:
-    """Read the first network service of each device that is on, "(2) NAME", and not off, "(*) NAME".
-
-    A name that cannot be printed as it is counts as none, because commands would not find it.
+    """Read the first enabled network service of each device: "(2) NAME"; "(*) NAME" is disabled. An
+    unprintable name counts as none, because commands would not find it.
     """
     named = _SERVICE.findall(text)
     found = {
@@ -223,17 +216,17 @@ def _kind(port: str, device: str, thunderbolt: Iterable[str]) -> str:
     return "ethernet" if real else "other"
 
 
-#: Another device's connection, not a network of Macs.
+#: Connections of other devices, not networks of Macs.
 _TETHER = re.compile("Bluetooth|iPhone|iPad|Android|RNDIS")
 _HEADER = re.compile(r"([\w.-]{1,40}): flags=[0-9a-f]{1,16}<([A-Z0-9_,]{0,400})>")
 _INET = re.compile(r"inet ([0-9.]{7,15})(?: --> [0-9.]{7,15})? netmask 0x([0-9a-f]{8})\b")
-#: What lies below a VLAN ("vlan: 22 parent interface: en0") or a bond ("bond interfaces: en4 en5").
+#: Devices below a VLAN ("vlan: 22 parent interface: en0") or a bond ("bond interfaces: en4 en5").
 _BELOW = re.compile(r"(?:vlan: \d+ parent interface|bond .{0,40}interfaces):(.*)", re.ASCII)
 _MEDIA = re.compile(r"(\d{1,6})(G?)base", re.ASCII | re.IGNORECASE)
 
 
 def parse_ifconfig(text: str) -> Reading:
-    """Read all network devices. Of their kinds, only loopback and bridges are known here."""
+    """Read all network devices. Among their kinds, it shows only loopback and bridges."""
     blocks: list[tuple[re.Match[str], list[str]]] = []
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -278,7 +271,7 @@ _RDMA_DEVICE = re.compile(r"rdma_en\d{1,4}", re.ASCII)
 
 
 def parse_ibv_devices(text: str) -> Reading:
-    """Read the table of RDMA devices. With RDMA off, or none in the hardware, it has a heading only."""
+    """Read the table of RDMA devices: only a heading if RDMA is off or absent."""
     names = (line.split(maxsplit=1)[:1] for line in text.splitlines()[:MAX_LINKS])
     devices = frozenset(name for words in names for name in words if _RDMA_DEVICE.fullmatch(name))
     return Reading(devices, () if devices or "device" in text[:1000] else ("RDMA devices",))
@@ -300,7 +293,7 @@ def parse_ibv_devinfo(text: str) -> Reading:
 
 
 def parse_rdma_ctl(text: str) -> Reading:
-    """Read "enabled", "disabled" or "unsupported", "" for anything else: the switch, not the hardware."""
+    """Read the switch, not the hardware: "enabled", "disabled", "unsupported", or "" if unknown."""
     words = re.findall(r"[a-z]+", text[:1000].lower())
     for word, without in (("supported", "unsupported"), ("enabled", "disabled")):
         if without in words or (word in words and "not" in words):
@@ -320,30 +313,30 @@ def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
 
 
 # --- system_profiler -json: the Mac's model, and the cable in each Thunderbolt port ----------------------
-# The keys are Apple's and the same in every language. Values may be translated ("Up to 120 Gb/s"), so only
-# keys, numbers, UUIDs and Apple's own constants are read.
+# Keys are the same in every language. Values may be translated ("Up to 120 Gb/s"), so these parsers read only
+# keys, numbers, UUIDs and Apple's constants.
 
-_MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a handful.
+_MAX_ITEMS = 64  #: Most devices to read behind one port; a chain of hubs has a handful.
 
 
 _OF_PROFILE = ("model", "chip", "GPU cores", "Thunderbolt cables")
 
 
 def parse_profile(text: str) -> Reading:
-    """Read a part of a Machine. Connected ports are `active`; `gbps` of others is the most they can do."""
+    """Read a part of a Machine. Connected ports are `active`; for others, `gbps` is their maximum."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
         return Reading(UNKNOWN, _OF_PROFILE)
     hardware = next(_maps(_get(told, "SPHardwareDataType")), {})
-    # A Mac may list external displays' adapters too: the GPU is the one that counts its cores.
+    # A Mac may also list external displays' adapters: only its GPU has a count of cores.
     gpu_cores = [count(_get(gpu, "sppci_cores"), 4096) for gpu in _maps(_get(told, "SPDisplaysDataType"))]
     name, identifier = (printable(_get(hardware, f"machine_{key}"), 28) for key in ("name", "model"))
     profile = replace(
         UNKNOWN,
         model=f"{name} ({identifier})" if name and identifier else name or identifier,
         chip=printable(_get(hardware, "chip_type"), 80),
-        # "proc 32:24:8" is all cores, then the fast and the slow ones.
+        # "proc 32:24:8" is all cores, fast cores, slow cores.
         cpu_cores=count(_get(hardware, "number_processors"), 4096),
         gpu_cores=max(gpu_cores, default=0),
         memory_bytes=_memory_bytes(_get(hardware, "physical_memory")),
@@ -355,7 +348,7 @@ def parse_profile(text: str) -> Reading:
 
 
 def _memory_bytes(told: object) -> int:
-    """Return the bytes of "512 GB", as Apple counts memory: in units of 2^30."""
+    """Return the bytes of "512 GB", in Apple's units of 2^30."""
     size = printable(told, 20)
     return min(count(size, 10**6) << {"TB": 40, "GB": 30}[size[-2:]], U63) if size[-2:] in ("TB", "GB") else 0
 
@@ -363,14 +356,14 @@ def _memory_bytes(told: object) -> int:
 def _ports(told: object) -> tuple[Port, ...]:
     ports: dict[int, Port] = {}
     for port in map(_port, _maps(told)):
-        ports.setdefault(port.receptacle, port)  # two with one number would be one port listed twice
-    ports.pop(0, None)  # a bus without a receptacle leads to no port
+        ports.setdefault(port.receptacle, port)  # a port may be listed twice
+    ports.pop(0, None)  # a bus without a receptacle has no port
     return tuple(ports[number] for number in sorted(ports)[:MAX_PORTS])
 
 
 def _port(entry: dict[str, Any]) -> Port:
     port = _get(entry, "receptacle_1_tag")
-    # A hub's own place in the list does not show which Mac is cabled to it; the nearest is.
+    # A list of a hub does not show which Mac has the cable; take the nearest.
     macs = ((_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item))
     peer, depth = next(macs, ("", 0))
     return Port(
@@ -386,7 +379,7 @@ def _port(entry: dict[str, Any]) -> Port:
 
 
 def _devices(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield what is behind a port, the nearest first, with the number of devices in between."""
+    """Yield the devices behind a port, the nearest first, with the number of devices in between."""
     waiting = [(entry, -1)]
     for item, depth in waiting:  # which grows
         children = [(child, depth + 1) for child in _maps(_get(item, "_items"))]
@@ -398,7 +391,7 @@ _UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
 
 
 def _uuid(entry: object) -> str:
-    """Return its domain UUID in capitals, so that both ends of a cable spell it alike; "" if it has none."""
+    """Return its domain UUID in capitals, the same at both ends of a cable; or ""."""
     uuid = printable(_get(entry, "domain_uuid_key"), 64).upper()
     return uuid if _UUID.fullmatch(uuid) else ""
 
@@ -420,7 +413,7 @@ _PROFILES = ("SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType"
 
 @dataclass(frozen=True, slots=True)
 class ProbeCommand:
-    """One command that probes. `cheap` ones run again at each refresh."""
+    """A command that probes. `cheap` commands run at each refresh."""
 
     parse: Callable[[str], Reading]
     arguments: tuple[str, ...] = ()
@@ -428,44 +421,44 @@ class ProbeCommand:
     deadline_s: float = 5.0
 
 
-#: By their names, which may have arguments that tell one from another. Notes are in this order.
+#: By name, with arguments if necessary. Notes are in this order.
 COMMANDS: Mapping[str, ProbeCommand] = {
-    # Model, GPU cores; ports with speed, hubs and domain UUIDs: one Mac's peer is another's own domain.
+    # Model, GPU cores; ports with speed, hubs and domain UUIDs: a port's peer is another Mac's domain.
     "system_profiler": ProbeCommand(parse_profile, (*_PROFILES, "-json"), cheap=False, deadline_s=20.0),
-    "ibv_devices": ProbeCommand(parse_ibv_devices, cheap=False),  # which ports have an RDMA device
-    "rdma_ctl": ProbeCommand(parse_rdma_ctl, ("status",), cheap=False),  # whether RDMA is on
-    "sysctl": ProbeCommand(parse_sysctl, _SYSCTLS),  # memory, cores, system, and what the GPU may wire
+    "ibv_devices": ProbeCommand(parse_ibv_devices, cheap=False),  # ports with an RDMA device
+    "rdma_ctl": ProbeCommand(parse_rdma_ctl, ("status",), cheap=False),  # RDMA on or off
+    "sysctl": ProbeCommand(parse_sysctl, _SYSCTLS),  # memory, cores, system, GPU's limit
     "vm_stat": ProbeCommand(parse_vm_stat),  # free memory
-    "networksetup": ProbeCommand(parse_hardware_ports, ("-listallhardwareports",)),  # en3 is which port
-    SERVICES: ProbeCommand(parse_services),  # names of services, for commands that can be typed here
-    "ifconfig": ProbeCommand(parse_ifconfig, ("-a",)),  # addresses, speeds, what the bridge holds
+    "networksetup": ProbeCommand(parse_hardware_ports, ("-listallhardwareports",)),  # interfaces of ports
+    SERVICES: ProbeCommand(parse_services),  # names of services, for users' commands
+    "ifconfig": ProbeCommand(parse_ifconfig, ("-a",)),  # addresses, speeds, members of the bridge
     "pmset": ProbeCommand(parse_pmset, ("-g", "batt")),  # mains or battery
-    "ibv_devinfo": ProbeCommand(parse_ibv_devinfo),  # which RDMA devices can be used now
+    "ibv_devinfo": ProbeCommand(parse_ibv_devinfo),  # usable RDMA devices
 }
 
 
-# --- commands that only the doctor runs; their parsers return None for the unknown ------------------------
+# --- commands of the doctor alone; their parsers return None if unknown -----------------------------------
 
-FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: It is not in PATH.
 ASK_S = 5.0
 
 _SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | re.MULTILINE)
 
 
 def parse_power(text: str) -> Mapping[str, int] | None:
-    """Read `pmset -g`, the settings in use: names and whole numbers; times are in minutes."""
+    """Read the present settings of `pmset -g`: names and whole numbers; times are in minutes."""
     text = text[:20_000] if "Currently in use:" in text[:20_000] else ""
     return {name: int(value) for name, value in _SETTING.findall(text)} or None
 
 
 def parse_firewall_state(text: str) -> int | None:
-    """Read `socketfilterfw --getglobalstate`: 0 is off, 1 is on, 2 lets in only what the system needs."""
+    """Read `socketfilterfw --getglobalstate`: 0 is off, 1 is on, 2 admits only the system's needs."""
     found = re.search(r"\(State = (\d)\)", text[:1000])
     return int(found[1]) if found else None
 
 
 def parse_block_all(text: str) -> bool | None:
-    """Read `socketfilterfw --getblockall`, in the wording of older and of newer systems."""
+    """Read `socketfilterfw --getblockall`, in the wording of old and new systems."""
     said = text[:1000].lower()
     known = "block all" in said and ("enabled" in said) != ("disabled" in said)
     return "enabled" in said if known else None
@@ -487,7 +480,7 @@ _LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)
 
 
 def parse_nft(text: str) -> bool:
-    """Return whether a chain of `nft list ruleset` drops or rejects incoming packets that no rule accepts."""
+    """Return whether a chain of `nft list ruleset` drops or rejects incoming packets by default."""
     hooked = closed = False
     for line in map(str.strip, text[: 1 << 20].splitlines()):
         if line.startswith("chain "):

@@ -1,9 +1,9 @@
-"""Tables of chips, and of MTP heads of published models. Pure data; every number has its source.
+"""Tables of chips, and of MTP heads of published models. Every number has its source.
 
-bandwidth  of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra has
-           1,229 GB/s, given as 1.2 TB/s. That an M6 of 160 GB/s has 10 cores is an assumption.
-flops      of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2 (Apple: 2.6 TFLOPS on an M1's 8
-           cores). M5 cores have matrix units; Apple names more than four times an M4's peak. M6 as M5.
+bandwidth  of memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's 1,229 GB/s
+           are given as 1.2 TB/s. Assumed: an M6 with 160 GB/s has 10 cores.
+flops      of 16-bit matrix products, for a GPU core: clock x 128 lanes x 2 (Apple: 2.6 TFLOPS on an M1's 8
+           cores). M5 cores have matrix units; Apple states more than four times an M4's peak. M6 as M5.
 """
 
 from __future__ import annotations
@@ -15,37 +15,30 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
-#: The same on an Ultra, of two. Both are fitted, with `cost_model.KERNEL_S`, to published speeds of single
-#: Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3 Ultra.
+#: The same for the two dies of an Ultra. Both are fitted, with `cost_model.KERNEL_S`, to published speeds of
+#: single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3 Ultra.
 FUSED = 0.80
 CPU_EFFICIENCY = 0.5  #: The same for machines without a known GPU; an assumption.
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One chip. `bandwidth` in bytes/s, `flops` of its whole GPU in 1/s, `gpu_cores` 0 if unknown.
-
-    known         False if its name is not in the table and the numbers are those of a similar chip
-    thunderbolt5  whether Macs with it have Thunderbolt 5, without which there is no RDMA
-    ports         cables with RDMA that Macs with it take at once; Mac Studios have one more port without
-    """
-
     name: str
-    bandwidth: float
+    bandwidth: float  #: Bytes/s.
     efficiency: float
-    gpu_cores: int
-    flops: float
-    thunderbolt5: bool = False
-    ports: int = 3
-    known: bool = True
+    gpu_cores: int  #: 0 if unknown.
+    flops: float  #: The whole GPU's, in 1/s.
+    thunderbolt5: bool = False  #: Macs with this chip have Thunderbolt 5, a condition of RDMA.
+    ports: int = 3  #: Cables with RDMA at once; Mac Studios have one more port, without RDMA.
+    known: bool = True  #: False for the numbers of a similar chip in the table.
 
     @property
     def reading(self) -> float:
-        """Bytes a second that a decode reads."""
+        """Bytes/s that decoding reads."""
         return self.bandwidth * self.efficiency
 
 
-#: GB/s by chip and GPU cores. The most cores come first and stand for a chip whose cores are not known.
+#: GB/s by chip and GPU cores, the most cores first: the default for unknown cores.
 _GBPS: Mapping[str, Mapping[int, float]] = {
     "M1": {8: 68.25, 7: 68.25},
     "M1 Pro": {16: 200, 14: 200},
@@ -72,7 +65,7 @@ _GBPS: Mapping[str, Mapping[int, float]] = {
 _CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12, 6: 1.84e12}
 _THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
 _PORTS, _ULTRA_PORTS = 3, 5
-#: An unknown machine: two channels of its memory, and a few cores' worth of arithmetic. Assumptions.
+#: An unknown machine. Assumptions: two channels of memory, a few cores of arithmetic.
 _CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
 
 _NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
@@ -80,9 +73,8 @@ _NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
 
 @lru_cache(256)
 def chip(name: str, gpu_cores: int = 0) -> Chip:
-    """Return the chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
-
-    A newer one counts as the newest of its kind in the table, anything else as a plain computer.
+    """Return the chip with Apple's `name` ("Apple M3 Ultra") and so many GPU cores (0: its largest). A newer
+    chip counts as the newest of its kind in the table, anything else as a plain computer.
     """
     key, known = _entry(name)
     if not key:
@@ -111,7 +103,7 @@ def names() -> tuple[str, ...]:
 
 
 def named(text: str) -> str:
-    """Return Apple's name of the chip that a user means: "Apple M4 Pro" for "m4 pro". Empty if unknown."""
+    """Return Apple's name of a user's chip: "Apple M4 Pro" for "m4 pro"; or ""."""
     return _BY_WORDS.get(_words(text), "")
 
 
@@ -128,7 +120,7 @@ _BY_WORDS = {_words(name): name for name in names()}
 
 
 def _entry(name: str) -> tuple[str, bool]:
-    """Return the chip's key in the table and True, or the most similar chip's key, if any, and False."""
+    """Return the chip's key in the table and True, or a similar chip's key, or "", and False."""
     found = _NAME.search(name)
     if found is None:
         return "", False
@@ -144,8 +136,7 @@ def _generation(key: str) -> int:
     return int(key[1:].partition(" ")[0])
 
 
-# --- MTP heads: the share of first drafts that are right, by `model_type` ---------------------------------
-# Where several figures are published, the lowest one counts.
+# --- MTP heads: the share of right first drafts by `model_type`, the lowest published figure --------------
 
 ACCEPTED: Mapping[str, float] = {
     "deepseek_v3": 0.85,  # 85 to 90 %: DeepSeek-V3's report (arXiv 2412.19437), section 5.4.3
@@ -156,6 +147,6 @@ ACCEPTED: Mapping[str, float] = {
     "qwen3_5_moe": 0.75,  # 75 to 80 %: waybarrios/vllm-mlx #245
 }
 ACCEPTED_UNKNOWN = 0.6  #: The same of any other family; an assumption.
-#: Share of right drafts behind a right one, which the head makes from its own output. DeepSeek V3's gave 3.2
+#: Share of right drafts after a right draft, made from the head's own output. DeepSeek V3's head yielded 3.2
 #: tokens a step with seven drafts (nebius/MTP-DeepSeek-V3-0324), GLM-5's more.
 ACCEPTED_LATER = 0.6

@@ -1,4 +1,4 @@
-"""Links among Macs: cables, shared networks, RDMA. Pure: reports of Macs in, links out."""
+"""Links among Macs, from their reports: cables, shared networks, RDMA."""
 
 from __future__ import annotations
 
@@ -17,35 +17,26 @@ THUNDERBOLT = "thunderbolt"
 ETHERNET = "ethernet"
 WIFI = "wifi"
 LOOPBACK = "loopback"
-#: Kinds of networks that a TCP ring can run on, the fastest first.
-NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)
-#: Values of the setting fabric_networks, the strictest first. Each admits the links of those before it.
+NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)  #: Kinds of networks of TCP rings, the fastest first.
+#: Values of the setting fabric_networks, the strictest first. Each also admits earlier values' links.
 FABRIC_NETWORKS = ("thunderbolt", "private", "any")
-_FOR_TWO = 30  #: Prefix of a network with addresses for two machines; longer ones have as many or fewer.
+_FOR_TWO = 30  #: Shortest prefix of a network with addresses for at most two machines.
 
-#: For a node id and each peer's node id: the RDMA device to use instead of the probed one.
-Overrides = Mapping[str, Mapping[str, str]]
+Overrides = Mapping[str, Mapping[str, str]]  #: RDMA devices by hand, by node id and peer's node id.
 
 
 @dataclass(frozen=True, slots=True)
 class MemberMachine:
-    """One node that may take part.
-
-    control_address  at which this Mac reaches it, for people; may be empty
-    lack             why it cannot serve the model at all; empty if it can
-    held_bytes       that ranks of ours hold there now, and give back before the next group forms
-    taken_bytes      that are set aside there for other groups
-    boot_id          of this start of its agent
-    """
+    """A node that may take part."""
 
     node_id: str
     name: str
     machine: Machine
-    control_address: str = ""
-    lack: str = ""
-    held_bytes: int = 0
-    boot_id: str = ""
-    taken_bytes: int = 0
+    control_address: str = ""  #: Its address as this Mac sees it, for people; may be empty.
+    lack: str = ""  #: Why it cannot serve the model.
+    held_bytes: int = 0  #: Memory of its ranks, which is free before the next group forms.
+    boot_id: str = ""  #: Id of this start of its agent.
+    taken_bytes: int = 0  #: Memory set aside for other groups.
 
 
 class LinkEnd(NamedTuple):
@@ -57,7 +48,7 @@ class LinkEnd(NamedTuple):
         return self.interface.address
 
     def strays(self, peer: str) -> bool:
-        """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""
+        """Return whether packets for `peer` may leave through Wi-Fi or Ethernet instead."""
         return any(
             each.up
             and each.name != self.interface.name
@@ -79,10 +70,8 @@ class TcpLink:
 
 
 class Topology:
-    """The links among `members`. Both orders of a pair give the same link.
-
-    overrides  RDMA devices named by hand, which count more than probed ones
-    admitted   one of `FABRIC_NETWORKS`: only TCP links that it admits are links; cables with RDMA always are
+    """The links among `members`; both orders of a pair give the same link. `overrides` precede probed
+    devices. `admitted`, one of `FABRIC_NETWORKS`, restricts TCP links, but not cables with RDMA.
     """
 
     def __init__(
@@ -95,13 +84,13 @@ class Topology:
 
     @cached_property
     def is_one_machine(self) -> bool:
-        """True if all have nothing but 127.0.0.1: several nodes on one machine, which share its memory."""
+        """True for several nodes on one machine, which share its memory: all have only 127.0.0.1."""
         return len(self._members) > 1 and all(
             {i.address for i in m.machine.interfaces if i.up} == {"127.0.0.1"} for m in self._members.values()
         )
 
     def links(self, network: str, one: str, other: str) -> list[TcpLink]:
-        """Return all links between two members in this kind of network, the best first."""
+        """Return the links between two members in this kind of network, the best first."""
         return [link for link in self._between(network, one, other) if link.needs in self._admitted]
 
     def refuses(self, network: str, one: str, other: str) -> bool:
@@ -109,7 +98,7 @@ class Topology:
         return bool(self._between(network, one, other)) and not self.links(network, one, other)
 
     def has(self, network: str) -> bool:
-        """Return whether any two members are in such a network, also where `admitted` excludes it."""
+        """Return whether any two members are in such a network, admitted or not."""
         return network in self._tcp
 
     def _between(self, network: str, one: str, other: str) -> Sequence[TcpLink]:
@@ -120,11 +109,11 @@ class Topology:
         return [link for network in networks for link in self.links(network, one, other)[:1]]
 
     def rdma(self, one: str, other: str) -> Mapping[str, str] | None:
-        """Return the devices by which two members reach each other's memory, by node id; None without."""
+        """Return two members' RDMA devices for each other, by node id, or None."""
         return self._rdma.get(frozenset((one, other)))
 
     def no_rdma(self, one: str, other: str) -> str:
-        """Return why `rdma` finds nothing between these two, in words."""
+        """Return in words why `rdma` is None."""
         a, b = (self._members[node] for node in sorted((one, other)))
         if not (cables := self._cables.get(frozenset((one, other)))):
             return "no cable"
@@ -149,7 +138,7 @@ class Topology:
             if peer == node or {domain, port.peer_domain} & used:
                 continue
             if there.peer_domain not in ("", domain):
-                continue  # the other end has moved to another cable
+                continue  # the other end is in another cable now
             used |= {domain, port.peer_domain}
             ends = (port, there) if node < peer else (there, port)
             found.setdefault(frozenset((node, peer)), []).append(ends)
@@ -165,19 +154,19 @@ class Topology:
         return {pair: devices for pair, devices in found.items() if all(devices.values())}
 
     def _devices(self, pair: frozenset[str]) -> Mapping[str, str]:
-        """Return the device of each, empty for one that has none for the other."""
+        """Return each member's device for the other, or ""."""
         a, b = (self._members[node] for node in sorted(pair))
         ends = ((a.node_id, b.node_id), (b.node_id, a.node_id))
         given = {one: self._overrides.get(one, {}).get(other, "") for one, other in ends}
         cables = [] if _no_rdma(a) or _no_rdma(b) else self._cables.get(pair, [])
         usable = [(one, two) for one, two in cables if not (_no_rdma(a, one) or _no_rdma(b, two))]
-        # Both ends of one cable: two cables between the same Macs must not be mixed up.
+        # Both ends of one cable: there may be two cables between the same Macs.
         probed = {a.node_id: usable[0][0].rdma, b.node_id: usable[0][1].rdma} if usable else {}
         return {node: given[node] or probed.get(node, "") for node in given}
 
     @cached_property
     def _tcp(self) -> dict[str, dict[frozenset[str], list[TcpLink]]]:
-        """Links of each pair in each kind of network, the best first, whether they are admitted or not."""
+        """Links of each pair in each kind of network, the best first, admitted or not."""
         if self.is_one_machine:
             nodes = list(self._members)
             link = TcpLink(LOOPBACK, dict.fromkeys(nodes, "127.0.0.1"), 0)
@@ -204,11 +193,11 @@ class Topology:
         return homes
 
     def _joined(self, kind: str, a: LinkEnd, b: LinkEnd) -> bool:
-        """Return whether these two interfaces really reach each other, as far as can be known.
+        """Return whether two interfaces really reach each other, as far as known.
 
-        Macs number bridges, and cables without a given address, alike: equal addresses prove nothing. A Mac
-        has one route for all link-local ones, by its primary interface, which unbound connections take. So
-        such a link exists only where a control link has come through.
+        Bridges, and cables without a set address, have the same addresses on all Macs: equal addresses prove
+        nothing. A Mac routes all link-local addresses through its primary interface, unless a connection is
+        bound. So such a link counts only after a control link used it.
         """
         if a.address == b.address:
             return False
@@ -224,8 +213,8 @@ class Topology:
     def _needs(self, kind: str, a: LinkEnd, b: LinkEnd) -> str:
         """Return the strictest of `FABRIC_NETWORKS` that admits this link.
 
-        No Mac knows the other machines on its Ethernet, so only a network without an address for a third one
-        is private. The route of link-local addresses moves with the primary interface, to Wi-Fi, say.
+        No Mac knows the other machines on its Ethernet, so only a network without a third address is private.
+        The route of link-local addresses follows the primary interface, which may be Wi-Fi.
         """
         cabled = kind == THUNDERBOLT and frozenset((a.member.node_id, b.member.node_id)) in self._cables
         wired = a.interface.kind == b.interface.kind == "ethernet"
@@ -236,7 +225,7 @@ class Topology:
         return "thunderbolt" if cabled else "private"
 
 
-_address = lru_cache(1024)(IPv4Address)  # each pair of Macs needs those of both
+_address = lru_cache(1024)(IPv4Address)
 
 
 def _answered(a: LinkEnd, b: LinkEnd) -> bool:
@@ -249,7 +238,7 @@ def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
 
 
 def _kind(machine: Machine, interface: Interface) -> str:
-    """Return the kind of network of an interface. A Mac's bridge is the one over its Thunderbolt ports."""
+    """Return the kind of network of an interface. A Mac's bridge is over its Thunderbolt ports."""
     if interface.kind == "bridge" and machine.system == "macos":
         return THUNDERBOLT
     return interface.kind if interface.kind in NETWORKS else ETHERNET
@@ -263,7 +252,7 @@ def _network(interface: Interface) -> IPv4Network | None:
 
 
 def _preference(*ends: LinkEnd) -> tuple[object, ...]:
-    """Return a sort key, smaller is better: no bridge, the address known to work, speed, any fixed order."""
+    """Return a sort key, the best first: no bridge, a proven address, speed, then any fixed order."""
     bridges = sum(end.interface.kind == "bridge" for end in ends)
     mbps = min(end.interface.mbps for end in ends)
     return (bridges, not _answered(*ends), -mbps, *sorted(_address(end.address) for end in ends))

@@ -73,7 +73,7 @@ def test_a_newcomer_has_little_to_read() -> None:
     assert sum(len(page.read_text().split()) for page in (*pages, *ROOT.glob("[RC]*.md"))) <= 55_000
 
 
-MOST_MARKS = {"documents": 4, "docstrings": 4, "comments": 3, "printed": 5}
+MOST_MARKS = {"documents": 3, "docstrings": 0, "comments": 0, "printed": 5}
 """Sentences of 1,000 with any one turn of phrase of `scripts/prose.py`, at most. They may only fall."""
 
 

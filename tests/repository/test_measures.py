@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 5_926,
     "identity": 1_226,
     "models": 3_287,
-    "placement": 4_245,
+    "placement": 4_156,
     "service": 617,
     "text": 5_141,
     "wire": 4_111,

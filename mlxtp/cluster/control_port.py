@@ -189,7 +189,7 @@ class ControlPort:
         return self._node.replica.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
-        """Return True if a member may send requests: it needs a control link, which shows if it vanishes."""
+        """Return True if a member may send requests. It needs a control link, which shows if it vanishes."""
         return not self._is_removed(identity) and self._node.links.linked(identity)
 
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:

@@ -93,7 +93,6 @@ _PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_ME
 
 
 def versions_here() -> tuple[str, ...]:
-    """Return versions of the packages that must match, as "name=version"."""
     return tuple(f"{package}={installed(package) or 'none'}" for package in _PACKAGES)
 
 

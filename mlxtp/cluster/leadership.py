@@ -1,8 +1,8 @@
 """One node's part in the choice of a coordinator, without I/O or clock.
 
-Each beat of the coordinator increments a pulse, and all nodes pass on the highest, so that a cut link alone
-does not unseat it. When it is lost, the present node with the smallest id claims the next term. Between two
-claims, the stronger wins everywhere (`cluster_state.stronger`), so a healed partition has one coordinator.
+Each beat of the coordinator increments a pulse, and all nodes pass on the highest: a cut link does not unseat
+it. When it is lost, the present node with the smallest id claims the next term. The stronger of two claims
+wins everywhere (`cluster_state.stronger`), so a healed partition has one coordinator.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Presence of the known members, without I/O or clock. `TRANSITIONS` has every legal change.
 
-A boot id names one start of an agent, an incarnation. After a partition, the same incarnation returns with a
-new link. A new boot id is a restart: the previous incarnation is retired once it has no link, and never
-counts again. If two incarnations beat at once, or a retired one keeps calling, two machines share one
-identity: a home folder was copied.
+A boot id names one start of an agent, an incarnation. After a partition, it returns with a new link. A new
+boot id is a restart, and retires the previous incarnation for good once that has no link. If two incarnations
+beat at once, or a retired one keeps calling, two machines share one identity: a home folder was copied.
 """
 
 from __future__ import annotations

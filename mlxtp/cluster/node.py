@@ -153,9 +153,7 @@ CROWDED = (
 
 
 class Gossip:
-    """Exchange of replicas: a beat shows what a member lacks, and this node sends that. Calls `changed` when
-    a beat changes the coordinator, or the nodes about to stop.
-    """
+    """Exchange of replicas: a beat shows what a member lacks. Calls `changed` if the leadership changes."""
 
     def __init__(
         self,

@@ -31,9 +31,7 @@ LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
 
 
 class MachineReports:
-    """Reads this machine in the background, one reading at a time, and reports it to other nodes. `counted`
-    adds this agent's own counts.
-    """
+    """Reads this machine in the background and reports it. `counted` adds this agent's own counts."""
 
     def __init__(
         self, node: ClusterNode, counted: Callable[[Machine], Machine] = lambda machine: machine
@@ -68,7 +66,6 @@ class MachineReports:
         links.reports.publish(Machine, replace(self._machine, reached=reached))
 
     def rewired(self) -> None:
-        """Read everything again, because this machine's addresses changed."""
         self._rewired = True
         self.read_again()
 
@@ -150,7 +147,6 @@ class RoundTripTimes:
         node.rounds.every(REPORT_S, lambda _now: self.report(), first_s=REPORT_S, needed=node.links.nodes)
 
     def measure(self, now: float) -> None:
-        """Send a request over every link."""
         nodes, asked_us = self._links.nodes(), round(now * 1e6)
         for gone in self._took.keys() - nodes:
             del self._took[gone]

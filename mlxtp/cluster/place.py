@@ -38,8 +38,6 @@ _IN_USE = "in use by another group"  #: State of RDMA on a Mac.
 
 @dataclass(frozen=True)
 class WantedDeployment:
-    """A row, and the known facts of its model."""
-
     row: Deployment
     options: PlacementOptions  #: with `nodes` as the row has it
     shape: ModelShape | None = None  #: None until a Mac has read the configuration
@@ -59,8 +57,6 @@ class WantedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """A group as its owner reports it."""
-
     group: str
     ranks: tuple[str, ...]  #: node ids in rank order, the owner first; () between two epochs
     kind: str = ""
@@ -398,7 +394,6 @@ class _Packing:
                 self._linger(wanted, group)
 
     def _pool(self, wanted: WantedDeployment) -> list[str]:
-        """Return the Macs that may run another group of a deployment, by preference."""
         groups = set(self.facts.groups[wanted.row.name])
         return [
             node
@@ -476,7 +471,7 @@ class _Packing:
         if shape.cuttable and wanted.options.parallel != "tensor" and len(pool) > 1:
             least = shape.weight_bytes // shape.layers  # of a stage of one layer
         elif not any(sum(room >= need for room in left.values()) >= n for n, need in needs.items()):
-            return False  # much faster than a plan
+            return False  # a plan would take longer to find that
         able = [node for node in pool if left[node] >= least]
         if sum(left[node] for node in able) < shape.weight_bytes:
             return False
@@ -501,7 +496,6 @@ class _Packing:
         return plan(members, wanted.planned, must, wanted.options)
 
     def _refusal(self, wanted: WantedDeployment) -> str:
-        """Return why another group of a deployment has no place."""
         allowed, groups = self.facts.allowed[wanted.row.name], set(self.facts.groups[wanted.row.name])
         if not wanted.planned.weight_bytes and not wanted.lacks.keys() >= set(allowed):
             return f"the size of its model is known on 0 of {len(self.facts.members)} Macs"
@@ -595,7 +589,6 @@ class _Packing:
             free = [node for node in free if not self.seats.on[node]]
 
     def _moves(self, wanted: WantedDeployment, report: GroupReport, after: _Seat, *, faster: bool) -> bool:
-        """Return whether a running group moves to a place with more Macs."""
         if not report.ready or len(after.ranks) <= len(report.ranks):
             return False
         ports = (port for node in after.ranks for port in self.facts.members[node].machine.ports)

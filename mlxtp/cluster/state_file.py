@@ -118,9 +118,7 @@ def _peers(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def load(home: Path) -> tuple[SavedState, str]:
-    """Return this home's saved state, and a sentence for the user if the file was unusable. A missing file is
-    a first start. Raises UserError if the file cannot be opened.
-    """
+    """Return this home's saved state, and a sentence for users if it was unusable. Raises UserError."""
     kept, problem = _load(home)
     roster = kept.beliefs.roster
     for entry in removals_at(home).values():
@@ -225,9 +223,7 @@ class RosterSaved(NodeRow, number=0x54):
 
 
 class Saving:
-    """Writes `state.json` after changes, and again at each tick until that works. One thread writes, in the
-    order of calls. `reports` announces a new roster once it is on disk.
-    """
+    """Writes `state.json` after changes, and at each tick until that works. Reports a roster once on disk."""
 
     def __init__(self, home: Path, reports: ReportTable) -> None:
         self.home = home

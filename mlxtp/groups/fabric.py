@@ -146,9 +146,7 @@ class FabricBench:
         node.links.on(self._received, FabricWanted)
 
     async def measure(self, deployment: str = "") -> FabricResult:
-        """Time collectives on an idle group; clients must retry requests meanwhile. Raises UserError if there
-        is no such group, or it ends meanwhile.
-        """
+        """Time collectives on an idle group; clients must retry meanwhile. Raises UserError if it cannot."""
         gateway, shown = self._gateway, self._shown(deployment)
         status, ranks, model = shown.status, shown.status.ranks, shown.info
         if self._measuring or status.state is ServingState.LOADING:

@@ -46,9 +46,7 @@ MAX_UNSENT_BYTES = 8 * 1024 * 1024  #: Unread bytes after which an agent's link 
 
 
 class RemoteBackend:
-    """A `RequestBackend` whose rank 0 is on another Mac. Calls `lost` once, when its link ends; `send` then
-    raises LinkError.
-    """
+    """A `RequestBackend` whose rank 0 is on another Mac. When its link ends, it calls `lost` once."""
 
     def __init__(
         self,
@@ -234,7 +232,6 @@ class ForwardingBackend:
         self._node.changed()
 
     def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
-        """Log a bug, and retry."""
         log.error("cannot send requests to the agent with rank 0; trying again", exc_info=error)
         if opening is self._opening:
             self._retry_later()
@@ -244,9 +241,7 @@ class ForwardingBackend:
         self._served = None
 
     async def _reach(self, node_id: str) -> None:
-        """Open the requests link, to the control link's address and the node's reported port. Raises
-        MlxtpError, TimeoutError or OSError.
-        """
+        """Open a link, at the control link's address. Raises MlxtpError, TimeoutError or OSError."""
         node, gateway = self._node, self._supervisor.gateway
         if (link := node.links.to(node_id)) is None:
             raise GroupError("the link to it is gone", Code.LINK_LOST)

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """Parts of the agent that all its groups use."""
-
     node: ClusterNode
     gateway: Gateway
     models: LocalModels
@@ -112,14 +110,13 @@ class Group:
 
     @property
     def _idle(self) -> bool:
-        """True if `decide` need not run until a change starts a round: there is no other member to fall
-        silent, and no wait for requests, whose end starts no round.
+        """True if only a change requires a decision: no other member can fall silent, and no open requests
+        are awaited (their end starts no round).
         """
         settled = self.supervisor.status.state in (ServingState.READY, ServingState.IDLE)
         return self.node.alone and settled and not self.unplanned and self._waiting_since is None
 
     def _note(self, wait: Wait | None, situation: Situation, now: float) -> None:
-        """Record the decision's wait for an epoch or for requests."""
         since = now if self._waiting_since is None else self._waiting_since
         self._waiting_since = since if wait is not None and wait.for_requests else None
         scope, model = self.scope, self.scope.model
@@ -158,7 +155,6 @@ class Group:
             log.warning("%s is not served: %s", self.scope.model.name, self.unplanned)
 
     def _announce(self) -> None:
-        """Log each time that the group becomes ready here."""
         status = self.supervisor.status
         ready = (status.epoch, status.state is ServingState.READY)
         if ready != self._announced and ready[1]:

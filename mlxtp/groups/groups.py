@@ -92,9 +92,7 @@ class Groups:
 
     @property
     def may_leave(self) -> bool:
-        """True once other nodes can do without this node, which is about to stop: every group that can move
-        has moved. Ignores requests of this node's own clients.
-        """
+        """True once all groups that can move away have moved. Ignores requests of this node's own clients."""
         here = self._node.node_id
         owned = [each for each in self.by_id.values() if each.supervisor.status.in_epoch]
         kept = all(each.scope.owned and here in each.scope.assignment.leaving for each in owned)
@@ -244,7 +242,6 @@ class OtherOwners:
         node.links.reports.on(self._serving, Serving)
 
     def end_lost(self) -> None:
-        """End ranks whose owner is gone or was restarted."""
         for rank in self._hosted.ranks:
             how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
             if how is not None:
@@ -252,7 +249,6 @@ class OtherOwners:
                 self._hosted.clear(why, partial(is_, rank))
 
     def may_leave(self) -> bool:
-        """Return True if no owner needs this node any longer."""
         table = self._node.links.reports
         reports = [table.of(Serving, rank.order.group).get(rank.host) for rank in self._hosted.ranks]
         return all(
@@ -300,9 +296,7 @@ NEWS_S = 1.0  #: Seconds after which a client that watches a drain gets a reply 
 
 
 class Drain:
-    """Orderly end of an agent: take no new requests, finish open ones, and set `over` once it may leave, or
-    must.
-    """
+    """Orderly end of an agent: take no new requests, finish open ones, and set `over` once it may leave."""
 
     def __init__(
         self, node: ClusterNode, gateway: Gateway, groups: Groups, clock: Callable[[], float] = time.monotonic

@@ -147,8 +147,6 @@ class RecoveryMetrics:
 
 
 class Recoveries:
-    """Recoveries of one group, counted in `metrics`."""
-
     def __init__(self, metrics: RecoveryMetrics | None = None) -> None:
         self.metrics = metrics or RecoveryMetrics()
         self._serving = False

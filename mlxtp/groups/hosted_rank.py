@@ -49,9 +49,7 @@ ModelFolder = Callable[[str], Path]  #: Folder of a wanted model by its name. Ra
 
 
 class HostedRank:
-    """One epoch's rank here, from its Prepare on; implements `Watcher` of its process. It reports to `host`,
-    the node id of the group's owner, until it is `silenced`.
-    """
+    """One epoch's rank here, and `Watcher` of its process. Reports to its owner, `host`, until `silenced`."""
 
     def __init__(
         self, order: Prepare, host: str, settings: Settings, send: Callable[[str, Message], None]
@@ -192,9 +190,7 @@ class HostedRank:
 
 
 class HostedRanks:
-    """Ranks here of other agents' groups, each known by its owner's node id and its epoch. A rank ends with
-    the link to its owner, and when the owner orders or reports a later epoch.
-    """
+    """Ranks here of other agents' groups. A rank ends with its owner's link, or its owner's next epoch."""
 
     def __init__(
         self, node: ClusterNode, model: ModelFolder, kept_epoch: int, worker: Worker = WORKER
@@ -213,7 +209,6 @@ class HostedRanks:
 
     @property
     def models(self) -> set[Path]:
-        """Folders of models that ranks here have open or will open."""
         return {rank.model for rank in self._alive if rank.model is not None}
 
     def last_epoch(self, host: str) -> int:
@@ -260,7 +255,6 @@ class HostedRanks:
             rank.reply(EpochEnded(rank.order.epoch))
 
     def serves(self, host: str, group: str, epoch: int) -> None:
-        """Note the present epoch of an owner's group, and end ranks of earlier epochs."""
         why = f"its host is at epoch {epoch}"
         ours = (host, group)
         self.clear(why, lambda each: (each.host, each.order.group) == ours and each.order.epoch < epoch)
@@ -276,7 +270,6 @@ class HostedRanks:
             rank.end(why, why)
 
     async def close(self) -> None:
-        """End all ranks, and ignore all later orders."""
         self._closed = True
         for rank in self._alive:
             rank.end("the agent ends")

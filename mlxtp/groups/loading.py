@@ -53,9 +53,7 @@ class LoadedModel:
 
 
 class KvRoom:
-    """Room for one group's KV caches, with a limit for all its epochs. Calls `changed` when a serving model's
-    room changes.
-    """
+    """Room for a group's KV caches, with a limit for all its epochs. Calls `changed` if it changes in use."""
 
     def __init__(self, changed: Callable[[ProcessGroup, LoadedModel], None]) -> None:
         self.limit_bytes = 0  #: Most bytes on each rank, in addition to the setting's limit; 0 for no limit.

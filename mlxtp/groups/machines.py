@@ -26,8 +26,6 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Machines:
-    """Source of the facts for every plan."""
-
     def __init__(self, node: ClusterNode, results: FabricResults) -> None:
         self.failed = FailedGroups()
         self._node = node
@@ -123,7 +121,6 @@ class Machines:
         return allowed + assigned.why
 
     def tell(self) -> None:
-        """Report a change of the groups that plans leave out."""
         table, told = self._node.links.reports, list[LeftOutGroup]()
         if self.failed:
             known = self.failed.known(self._by_id(), time.monotonic())

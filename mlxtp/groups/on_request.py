@@ -157,7 +157,6 @@ class OnRequest(ModelSwitch):
     # --- the deployment of a name --------------------------------------------------------------------
 
     def _row(self, name: str | None) -> Deployment | None:
-        """Return the deployment that a request names, or None."""
         rows = self._node.desired.table.live()
         if name in UNNAMED:
             return rows[0] if rows else None
@@ -227,7 +226,6 @@ class OnRequest(ModelSwitch):
     # --- rounds --------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> float:
-        """Start the requests whose model is served, and refuse those whose model cannot be."""
         waiting = defaultdict[str, list[WaitingLease]](list)
         for lease in self.leases:
             if not lease.outcome.done():
@@ -242,7 +240,6 @@ class OnRequest(ModelSwitch):
         return now + BEAT_S if waiting or self._ends else math.inf
 
     def _admit(self, deployment: str, leases: list[WaitingLease]) -> None:
-        """Start or refuse the requests that wait for a deployment, or let them wait."""
         model = self._model(deployment)
         waited_s = time.monotonic() - min(lease.since for lease in leases)
         refusal = None

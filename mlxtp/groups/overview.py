@@ -127,7 +127,6 @@ class ReplicaLoads:
         self._node.links.reports.publish(MemoryShortage, *[MemoryShortage()] * self._gateway.admission.short)
 
     def _received(self, node_id: str, load: ReplicaLoad) -> None:
-        """Take in a report of the group's owner."""
         if node_id in self._node.links.reports.of(Serving, load.group):
             self._gateway.load(load.group, unpacked(load))
 

@@ -283,30 +283,21 @@ _VARIES = "sums over 32 KiB are added in order of arrival, so they are not repea
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a model, or the reason why it is impossible.
+    """One way to serve a model, or the reason why it is impossible."""
 
-    kind            a key of `cost_model.FABRICS`, ALONE; TENSOR_PARALLEL or PIPELINE if no fabric was tried
-    verdict         "chosen", "possible" or "refused" (see `reason`)
-    ranks, names    node ids in rank order, and their names; () if no group was found
-    backend         "none", "ring" or "jaccl"
-    ring_addresses  for a ring: the IPv4 address where each rank listens for its predecessor
-    rdma            for JACCL: [from][to] the RDMA device, None without a cable or if unused
-    split           for a pipeline: number of layers of each rank; rank 0 has the last layers
-    """
-
-    kind: str
+    kind: str  #: A key of `cost_model.FABRICS`, or ALONE; TENSOR_PARALLEL or PIPELINE if no fabric was tried.
     nodes: int
-    verdict: str = "refused"
-    reason: str = ""
-    ranks: tuple[str, ...] = ()
+    verdict: str = "refused"  #: Or "chosen", "possible".
+    reason: str = ""  #: Why it is refused.
+    ranks: tuple[str, ...] = ()  #: Node ids in rank order; () if no group was found.
     names: tuple[str, ...] = ()
-    backend: str = "none"
+    backend: str = "none"  #: Or "ring", "jaccl".
     jaccl_ring: bool = False
-    ring_addresses: tuple[str, ...] = ()
-    rdma: DeviceMatrix = ()
+    ring_addresses: tuple[str, ...] = ()  #: Where each rank of a ring listens for its predecessor.
+    rdma: DeviceMatrix = ()  #: [from][to] the device for JACCL, None without a cable or if unused.
     memory: tuple[RankMemory, ...] = ()
     speed: SpeedEstimate | None = None
-    split: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()  #: Number of layers of each rank of a pipeline; rank 0 has the last layers.
 
     def request_seconds(self, workload: Workload) -> float:
         return self.speed.request_seconds(workload) if self.speed else math.inf
@@ -330,32 +321,22 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """Decisions of the user, and measurements and failures of machines.
-
-    nodes            "auto" for the fastest, "all" for as many as possible, or an exact number
-    parallel         how several nodes share the model: one of PARALLEL. All but "auto", and all `nodes` but
-                     "auto", accept groups that are slower than one node alone
-    max_context      tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`
-    fast_fences      ranks run with MLX_METAL_FAST_SYNCH=1
-    rdma             the user's RDMA devices, by node id and peer's node id
-    failed           groups to refuse, because they failed recently
-    repeatable       large sums must be the same each time
-    split            layers of each rank of a pipeline, rank 0 last; () for the best
-    fabric_networks  links that may carry tensors: one of `topology.FABRIC_NETWORKS`
+    """Decisions of the user, and measurements and failures of machines. Any `nodes` or `parallel` but "auto"
+    accepts groups that are slower than one node alone.
     """
 
     backend: str = "auto"
-    nodes: str | int = "auto"
-    max_context: int = 0
-    fast_fences: bool = False
+    nodes: str | int = "auto"  #: For the fastest; or "all" for as many as possible, or an exact number.
+    max_context: int = 0  #: Tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`.
+    fast_fences: bool = False  #: Ranks run with MLX_METAL_FAST_SYNCH=1.
     measured: tuple[Collective, ...] = ()
-    rdma: Overrides = field(default_factory=dict)
-    failed: tuple[FailedGroup, ...] = ()
-    repeatable: bool = False
+    rdma: Overrides = field(default_factory=dict)  #: The user's devices, by node id and peer's node id.
+    failed: tuple[FailedGroup, ...] = ()  #: Groups to refuse, because they failed recently.
+    repeatable: bool = False  #: Large sums must be the same each time.
     workload: Workload = CHAT
-    parallel: str = "auto"
-    split: tuple[int, ...] = ()
-    fabric_networks: str = "any"
+    parallel: str = "auto"  #: How several nodes share the model: one of PARALLEL.
+    split: tuple[int, ...] = ()  #: Layers of each rank of a pipeline, as in `Candidate`; () for the best.
+    fabric_networks: str = "any"  #: Links that may carry tensors: one of `topology.FABRIC_NETWORKS`.
 
     def __post_init__(self) -> None:
         if self.split:  # it implies a pipeline of so many nodes
@@ -459,7 +440,6 @@ class CandidateFinder:
     # --- pipelines -----------------------------------------------------------------------------------
 
     def _pipelines(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
-        """Return the best pipeline over each possible fabric, or the reason for none."""
         if why := self.shape.uncuttable(size, self.options.split):
             once = size == 2 or self.shape.cuttable or self.options.parallel == PIPELINE
             return [Candidate(PIPELINE, size, reason=why)] if once else []

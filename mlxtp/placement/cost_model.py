@@ -156,26 +156,17 @@ def hardware_of(member: MemberMachine) -> RankHardware:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Costs of one stage of a model, in seconds. A tensor-parallel group is one stage.
+    """Costs of one stage of a model, in seconds. A tensor-parallel group is one stage."""
 
-    reading_s           reading the weights that one token meets, and a KV cache of `PROMPT` tokens
-    kernels_s           starting the kernels of a forward
-    arithmetic_s        products of one token
-    chunk_s             reading all weights, once a chunk
-    waiting_s, wire_s   collectives of a forward without their bytes; bytes on the wire for one token
-    kv_s                reading the KV cache of one more token
-    others_s, unmet     reading all experts that a token does not meet; their share, 0 for a dense model
-    """
-
-    reading_s: float
-    kernels_s: float
-    arithmetic_s: float
-    chunk_s: float
-    waiting_s: float = 0.0
-    wire_s: float = 0.0
-    kv_s: float = 0.0
-    others_s: float = 0.0
-    unmet: float = 0.0
+    reading_s: float  #: To read the weights that one token meets, and a KV cache of `PROMPT` tokens.
+    kernels_s: float  #: To start the kernels of a forward.
+    arithmetic_s: float  #: For the products of one token.
+    chunk_s: float  #: To read all weights, once a chunk.
+    waiting_s: float = 0.0  #: For the collectives of a forward, without their bytes.
+    wire_s: float = 0.0  #: For the bytes of one token on the wire.
+    kv_s: float = 0.0  #: To read the KV cache of one more token.
+    others_s: float = 0.0  #: To read all experts that a token does not meet.
+    unmet: float = 0.0  #: The share of these experts, 0 for a dense model.
 
     def prompt_s(self, tokens: int, chunk: int) -> float:
         chunks = -(-tokens // chunk)
@@ -210,27 +201,20 @@ class DraftedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SpeedEstimate:
-    """Estimated speed of a group, and the parts of one token's time, all in seconds.
-
-    ttft_s    time to the first token after `LONG_PROMPT` tokens
-    measured  the time of collectives was measured; its part of fences may still be assumed
-    stages    in the order of layers
-    hop_s     of a transfer to the next stage, plus `row_s` for each token
-    drafts    None without a usable MTP head; choices use the speed without drafts
-    """
+    """Estimated speed of a group, and the parts of one token's time, all in seconds."""
 
     tokens_per_second: float
-    ttft_s: float
+    ttft_s: float  #: To the first token after `LONG_PROMPT` tokens.
     reading_s: float
     kernels_s: float
     fences_s: float
     latency_s: float
     wire_s: float
-    stages: tuple[StageCosts, ...]
-    measured: bool = False
-    hop_s: float = 0.0
+    stages: tuple[StageCosts, ...]  #: In the order of layers.
+    measured: bool = False  #: The time of collectives is measured; its part of fences may still be assumed.
+    hop_s: float = 0.0  #: For a transfer to the next stage, plus `row_s` for each token.
     row_s: float = 0.0
-    drafts: DraftedSpeed | None = None
+    drafts: DraftedSpeed | None = None  #: None without a usable MTP head. Choices ignore it.
 
     def prompt_s(self, workload: Workload) -> float:
         """Return the seconds to compute the prompts of a workload's simultaneous requests."""

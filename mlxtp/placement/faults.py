@@ -1,8 +1,7 @@
 """The table of faults: for each a test over facts, its meaning and the remedy.
 
 Preflight, plans, the notes of a Mac, the doctor, failed groups and docs/doctor.md render it. Commands are for
-people; this program runs none. Visible faults are checked before a group forms, because JACCL's error numbers
-are ambiguous.
+people. Visible faults are checked before a group forms, because JACCL's error numbers are ambiguous.
 """
 
 from __future__ import annotations
@@ -76,21 +75,16 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class Fault(Generic[F]):
-    """One row of the table. `what`, `fix` and `why` have {fields}: words of `test`, and `at` for the facts.
-
-    row         id of the doctor's row that shows it, or empty
-    test        takes facts; returns whether they have the fault, or the words of each place that has it
-    stops_rdma  JACCL cannot form over a Mac, or a port, with the fault
-    """
+    """Row of the table. `what`, `fix` and `why` have {fields}: words of `test`, and `at` for the facts."""
 
     id: str
-    row: str
+    row: str  #: Id of the doctor's row that shows it, or empty.
     level: Level
-    test: Callable[[F], bool | Iterable[Words]]
+    test: Callable[[F], bool | Iterable[Words]]  #: True if facts have it, or words of each place.
     what: str
     fix: str
     why: str = ""
-    stops_rdma: bool = False
+    stops_rdma: bool = False  #: JACCL cannot form over a Mac, or a port, with the fault.
 
     def found(self, facts: F) -> Iterator[Finding]:
         seen = self.test(facts)

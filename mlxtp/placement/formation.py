@@ -60,7 +60,6 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
 
 
 def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
-    """Return whether any RDMA device of these links `is_scarce`."""
     return any(
         is_scarce(port.formations) and port.rdma in devices(entry)
         for a, b, at_a, at_b in links

@@ -70,7 +70,6 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _nodes(entry: object, place: int, source: str) -> list[tuple[MemberMachine, int]]:
-    """Return the Macs of an entry, without ids, and their numbers of Thunderbolt ports."""
     where = f"{source}: machine {place}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}, not a table")

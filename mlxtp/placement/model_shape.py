@@ -69,8 +69,6 @@ def words_of(caches: CacheCapabilities) -> CacheWords:
 
 @dataclass(frozen=True, slots=True)
 class StageRules:
-    """Rules for stages."""
-
     joined: frozenset[int] = frozenset()  #: Layers on the rank of the previous layer: they read its results.
     keepers: tuple[int, ...] = ()  #: Layers with caches that count positions: each stage needs one; (): any.
 
@@ -292,7 +290,6 @@ class DescribedModel:
         return shape_of(self.model, name=name, weight_bytes=self.weight_bytes, kv_bits=kv_bits, mtp=self.mtp)
 
     def packed(self) -> bytes:
-        """Return the form for other members, about a kilobyte."""
         numbers = f"{self.weight_bytes} {int(self.mtp)} "
         return zlib.compress((numbers + to_text(self.model)).encode())
 

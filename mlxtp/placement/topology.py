@@ -27,8 +27,6 @@ Overrides = Mapping[str, Mapping[str, str]]  #: RDMA devices by hand, by node id
 
 @dataclass(frozen=True, slots=True)
 class MemberMachine:
-    """A node that may take part."""
-
     node_id: str
     name: str
     machine: Machine
@@ -195,9 +193,9 @@ class Topology:
     def _joined(self, kind: str, a: LinkEnd, b: LinkEnd) -> bool:
         """Return whether two interfaces really reach each other, as far as known.
 
-        Bridges, and cables without a set address, have the same addresses on all Macs: equal addresses prove
-        nothing. A Mac routes all link-local addresses through its primary interface, unless a connection is
-        bound. So such a link counts only after a control link used it.
+        Bridges, and cables without a set address, may have equal addresses on two Macs. A Mac routes
+        link-local addresses through its primary interface, so such a link counts only after a control link
+        used it.
         """
         if a.address == b.address:
             return False

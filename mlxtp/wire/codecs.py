@@ -196,7 +196,6 @@ def record(kind: type[Any]) -> FieldCodec:
 
 
 def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
-    """Tuple of records."""
     one = record(kind)
 
     def pack(value: tuple[Any, ...]) -> Wire:
@@ -213,7 +212,6 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
 
 
 def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
-    """Tuple of texts."""
     one = text(max_chars, raw=raw)
 
     def check(value: Wire) -> tuple[str, ...]:
@@ -241,7 +239,6 @@ MAX_GRAMMAR = 1 << 19  #: Characters of a grammar or schema, each of up to four 
 
 
 def holding(codec: FieldCodec, **default: Any) -> Any:
-    """Return a dataclass field with this codec."""
     return field(metadata={"codec": codec}, **default)
 
 
@@ -263,8 +260,6 @@ class MessageType(type):
 
 
 class Message(metaclass=MessageType):
-    """Base of all messages."""
-
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     TYPE: ClassVar[int]

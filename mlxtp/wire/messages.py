@@ -321,7 +321,7 @@ class Ack(Message, number=0x10):
 
 
 class Error(Message, number=0x11):
-    """Failure of request `uid`; with 0, of a command, as its reply, or of the sender, which then ends."""
+    """Failure of request `uid`; with 0, of a command (in place of its reply) or of the ending sender."""
 
     code: str = _f(_code)
     detail: str = _f(_detail)

@@ -29,7 +29,6 @@ _WIDTH = 118
 
 
 def render() -> str:
-    """Return the reference as Markdown."""
     return "\n".join([*_beginning(), *_orders(), *_messages()]) + "\n"
 
 
@@ -120,7 +119,6 @@ def _holds(codec: FieldCodec) -> str:
 
 
 def _parts_of(message: type[Message]) -> Iterator[type[object]]:
-    """Yield the dataclasses of fields, as annotations name them."""
     module = inspect.getmodule(message)
     for field in fields(message):
         for word in str(field.type).replace("[", " ").replace("]", " ").replace(",", " ").split():

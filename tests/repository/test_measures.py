@@ -42,18 +42,18 @@ MOST_LINES: Mapping[str, int] = {
     "admin": 1_718,
     "api": 9_584,
     "cli": 5_438,
-    "cluster": 4_578,
+    "cluster": 4_559,
     "diagnostics": 2_288,
     "discovery": 975,
     "engine": 11_290,
     "gateway": 1_743,
-    "groups": 5_926,
+    "groups": 5_891,
     "identity": 1_226,
     "models": 3_287,
-    "placement": 4_156,
+    "placement": 4_107,
     "service": 617,
     "text": 5_141,
-    "wire": 4_111,
+    "wire": 4_104,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

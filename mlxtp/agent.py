@@ -426,10 +426,7 @@ def _own_home(home: Path) -> Iterator[None]:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: clients hold descriptors, ranks need some to start, macOS allows 256.
-
-    Raises ConfigError if the hard limit is too low for a rank to start.
-    """
+    """Raise the limit of open files: macOS allows 256. Raises ConfigError if ranks could not start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     low = hard != endless and hard < MANY_FILES

@@ -16,10 +16,7 @@ def bounded(wanted: int, *, large_buffers: bool) -> int:
 
 
 def chunk_of(alone: int, stages: int, least: int = BESIDE) -> int:
-    """Return the tokens of a chunk in a pipeline of `stages` stages; one rank would take `alone`.
-
-    Chunks follow each other through the stages, and smaller chunks fill them sooner.
-    """
+    """Return the tokens of a chunk in a pipeline of `stages`, which smaller chunks fill sooner."""
     if stages == 1:
         return alone
     return min(max(1 << (alone // (2 * stages)).bit_length() - 1, least), alone)

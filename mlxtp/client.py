@@ -257,10 +257,7 @@ class AgentClient:
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
-    """Return an unopened connection. It raises ssl.SSLError if the server shows another `certificate`.
-
-    Raises ValueError for text that is not a certificate in PEM.
-    """
+    """Return an unopened connection that accepts only `certificate`. Raises ValueError if that is no PEM."""
     parts = urlsplit(url)
     if parts.scheme != "https":
         return http.client.HTTPConnection(parts.netloc, timeout=timeout_s)

@@ -72,10 +72,7 @@ def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Return tokenizer.json, converted from tiktoken.model if that is alone (160,000 tokens in 3 s).
-
-    Raises ModelError for unusable files.
-    """
+    """Return tokenizer.json, or convert tiktoken.model (160,000 tokens in 3 s). Raises ModelError."""
     path = folder / "tokenizer.json"
     if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
         try:
@@ -171,10 +168,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
-    """Return a tokenizer.json made from lines of "BASE64 RANK" and from tokenizer_config.json.
-
-    Raises ValueError if the lines are damaged or do not survive a round trip.
-    """
+    """Make tokenizer.json of "BASE64 RANK" lines and tokenizer_config.json. Raises ValueError for damage."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pairs = [line.split() for line in ranks.splitlines() if line]

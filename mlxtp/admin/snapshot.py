@@ -397,10 +397,7 @@ class Observer:
 
 
 def page(now: Snapshot, tokens_per_second: float | None) -> Json:
-    """Return the page's data; `docs/operations.md` lists the fields.
-
-    The speed is of all requests if rank 0 is here, else of this agent's requests.
-    """
+    """Return the page's data (`docs/operations.md`). If rank 0 is here, the speed is all requests'."""
     agent, cluster = now.agent, now.cluster
     health = agent.health
     of = "here" if agent.state in SERVES and agent.pongs is None else "group"

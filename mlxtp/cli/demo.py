@@ -133,10 +133,7 @@ class DemoView:
 async def run(
     settings: Settings, prompt: str | None, view: DemoView, *, once: bool, replicas: int = 1
 ) -> dict[str, Any]:
-    """Start, send the prompt, then return the outcome (`once`) or serve until cancelled.
-
-    Raises ConfigError, ModelError or GroupError if the cluster fails to get ready.
-    """
+    """Send the prompt once ready; then return the outcome (`once`) or serve. Raises MlxtpError."""
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
     view.start(replicas)

@@ -273,10 +273,7 @@ def launch(
 
 
 def find_served(home: Path, key: str, name: str = "") -> Served:
-    """Return the deployed model `name`, or the default one, as clients with the API key `key` see it.
-
-    Raises UserError if no agent runs, the model is not loaded, or the key is refused.
-    """
+    """Return the deployed model `name`, or the default, for clients with `key`. Raises UserError if none."""
     client, status = when_started(home)
     if not status["model"]:
         why = f": {status['reason']}" if status["reason"] else ""

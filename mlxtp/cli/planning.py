@@ -186,10 +186,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _has_head(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return True if the weights have an MTP head.
-
-    If all weights are there, ranks' own code checks the head, and prints problems on standard error.
-    """
+    """Return True if the weights have an MTP head. If they are complete, the code of ranks checks it."""
     try:
         named = has_mtp_head(path, config)
     except (OSError, ValueError, LookupError, AttributeError):

@@ -287,10 +287,7 @@ def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row
 
 
 def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str]) -> Row:
-    """Ask the embedded model questions with one right answer, several at a time.
-
-    Questions that it gets wrong on one Mac are removed from `asked`.
-    """
+    """Ask questions with one right answer, several at a time. One Mac drops its failures from `asked`."""
     from concurrent.futures import ThreadPoolExecutor
 
     bed.say(f"exact answers: {kind}")
@@ -445,10 +442,7 @@ def ask(agent: AgentClient, text: str) -> str:
 
 
 def counting(agent: AgentClient, until: float) -> tuple[float, list[str], int]:
-    """Have the model count in STREAMS streams until `until` (monotonic).
-
-    Returns the seconds of the longest answer, the wrong answers, and the number of answers.
-    """
+    """Have the model count until then (monotonic). Return the longest time (s), wrong answers, and count."""
     answers: list[tuple[float, str]] = []
 
     def stream(text: str) -> None:

@@ -249,10 +249,7 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
 def picture(
     snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None, width: int = 80
 ) -> Group:
-    """Draw one snapshot, as in `docs/operations.md`, for a terminal `width` columns wide.
-
-    `now` is in seconds since 1970. `away`: why there is no newer snapshot.
-    """
+    """Draw a snapshot at `now` (seconds since 1970). `away`: why there is no newer one."""
     parts: list[RenderableType] = []
     if away is not None:
         parts += [Text(away["message"], "red"), Text("waiting for it; Ctrl-C ends this", "dim"), ""]

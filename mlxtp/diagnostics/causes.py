@@ -133,10 +133,7 @@ def _record(kind: type[T], found: Mapping[str, Any], **made: Any) -> T:
 
 
 def checked(kind: Any, value: Any) -> Any:
-    """Return a value of exactly this kind, in printable form. Raises ValueError for any other.
-
-    Numbers must fit in 64 bits. A float may be an int.
-    """
+    """Return a printable value of this very kind, within 64 bits; ints pass as floats. Raises ValueError."""
     kinds = get_args(kind) or (kind,)
     fits = type(value) in kinds or (float in kinds and type(value) is int)
     if not fits or (isinstance(value, int | float) and not abs(value) < 1 << 64):

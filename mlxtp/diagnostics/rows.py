@@ -371,10 +371,7 @@ def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
 
 
 def _line(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
-    """Return a row's worst findings, or all of them if none is bad.
-
-    A bad row has one line, because it appears again below with its remedy.
-    """
+    """Return a row's worst findings on one line, as they appear again below; or all if none is bad."""
     level, indent = row["level"], " " * (_TITLE + 3)
     bad = level in ("warning", "error")
     worst = [each for each in row["findings"] if each["level"] == level or not bad]

@@ -444,10 +444,7 @@ class Dialing:
     # --- results
 
     def reached(self, address: str, node_id: str, now: float) -> None:
-        """Record an open link. The node is there, so other hints about the address were wrong.
-
-        A link that breaks soon counts as a failed dial.
-        """
+        """Record an open link, which refutes other hints. If it breaks soon, its dial counts as failed."""
         if node_id == self._node_id:
             self.ourselves(address)
             return

@@ -30,10 +30,7 @@ _REFUSED = "mlxtp: "  # begins the process's message about a model that mlx-lm c
 
 
 def description_of(config: Config) -> Description:
-    """Return the description of the model with this config.json. Raises ModelError.
-
-    It blocks: on the disk, and the first time for seconds on a process. Call it in a thread.
-    """
+    """Describe the model with this config.json. Blocks, for seconds the first time. Raises ModelError."""
     text = json.dumps(config, sort_keys=True)
     path = folder() / f"{sha256((_made_by() + text).encode()).hexdigest()[:40]}.json"
     with contextlib.suppress(OSError, ValueError):

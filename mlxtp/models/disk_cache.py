@@ -42,10 +42,7 @@ def folder_in(home: Path) -> Path:
 
 
 def room_in(home: Path, setting: int | None) -> DiskRoom:
-    """Return the room in an agent's home for `Settings.cache_disk`.
-
-    None stands for a tenth of the disk space that would be free without these caches, at most MOST_BYTES.
-    """
+    """Return the room for `Settings.cache_disk`; None: a tenth of the disk that is free without caches."""
     folder = folder_in(home)
     if setting is None:
         try:

@@ -54,10 +54,7 @@ async def apart(work: Callable[[], T]) -> T:
 
 
 async def download(name: str, on_progress: OnProgress, known: Manifest | None = None) -> Path:
-    """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files; return the folder.
-
-    `known`: the Hub's manifest, if it has just been requested. Raises ModelError.
-    """
+    """Download OWNER/NAME[@REVISION], or its missing files; return the folder. Raises ModelError."""
     return await Fetch(*hub_name(name), known=known).run(on_progress)
 
 

@@ -170,10 +170,7 @@ class LocalModels:
         return LocalModel(name, self._node.settings, self._transfers, self._report)
 
     def want(self, models: Mapping[str, bool]) -> None:
-        """Search for these models and no others. The value permits the download of a missing one.
-
-        Results stay while their models are wanted. Other searches end.
-        """
+        """Search for these models alone; True permits a download. Results stay while wanted."""
         for name in self._wanted.keys() - models.keys():
             self._background.start(self._wanted.pop(name).close(), f"the end of the search for {name}")
         for name, may_download in models.items():

@@ -36,14 +36,9 @@ _WANTED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file: its path inside the snapshot, its size in bytes, its hash.
-
-    The hash is the Hub's name of the blob: SHA-256 (64 hex digits) if large, else git's id (40).
-    """
-
-    path: str
-    size: int
-    hash: str
+    path: str  #: inside the snapshot
+    size: int  #: bytes
+    hash: str  #: the blob's name on the Hub: SHA-256 (64 hex digits) if large, else git's id (40)
 
     def digest(self) -> Any:
         if len(self.hash) == 64:

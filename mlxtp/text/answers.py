@@ -22,10 +22,7 @@ from .markups import Markup
 
 
 class StopFinder:
-    """Search for the stop string that is complete first, or the longest that ends at the same character.
-
-    Linear time for any number of stop strings (Aho and Corasick, 1975).
-    """
+    """Search for the first complete stop string, the longest at its end. Linear (Aho, Corasick, 1975)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]

@@ -294,7 +294,7 @@ class LocalRenderer:
         return relaxed(tools, nullable)[0]
 
     def line(self, size: int) -> WorkerQueue:
-        """Return the queue for work on texts of `size` bytes or characters. It may call this renderer."""
+        """Return the queue for texts of `size` bytes or characters. Its work may call this renderer."""
         return self._line
 
     def close(self) -> None:

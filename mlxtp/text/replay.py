@@ -297,10 +297,7 @@ def _behind_text(behind: str, written: str, shown: str) -> str | None:
 def _behind_calls(
     behind: str, written: str, marks: Sequence[str], ends: Sequence[str], cut: str | None
 ) -> str | None:
-    """Return the template's text after an answer with calls. `marks` end calls, `ends` the answer.
-
-    `cut`: `RememberedAnswer.behind`.
-    """
+    """Return the template's text after calls that `marks` end; `ends` end the answer. `cut`: its `behind`."""
     written = written.rstrip()
     if cut is not None and not written.endswith(tuple(marks)):
         after = behind.removeprefix('"}')

@@ -64,10 +64,7 @@ class Detokenizer:
 
 
 def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
-    """Return the table of a tokenizer of `tokenizers`. Raises ModelError.
-
-    The table must decode `probe`, ids of a text with all difficult cases, as the tokenizer does.
-    """
+    """Return a table that decodes `probe`, a text of difficult cases, like `backend`. Raises ModelError."""
     added = backend.get_added_tokens_decoder()
     names: dict[int, str] = {id_: name for name, id_ in backend.get_vocab(with_added_tokens=False).items()}
     names |= {id_: token.content for id_, token in added.items()}

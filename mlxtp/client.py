@@ -24,15 +24,15 @@ _CODES = frozenset(map(str, Code))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a reply. `waiting`: why it waits, such as "loading 40 %". Only the last part has counts."""
+    """A part of a reply."""
 
     text: str = ""
     thought: str = ""
-    waiting: str = ""
+    waiting: str = ""  #: why it waits, such as "loading 40 %"
     model: str = ""
     finish_reason: str = ""
-    prompt_tokens: int = 0
-    tokens: int = 0
+    prompt_tokens: int = 0  #: in the last part only
+    tokens: int = 0  #: in the last part only
 
 
 @dataclass(slots=True)
@@ -257,7 +257,7 @@ class AgentClient:
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
-    """Return an unopened connection that accepts only `certificate`. Raises ValueError if that is no PEM."""
+    """Return a connection, which raises SSLError for another `certificate`. Raises ValueError for no PEM."""
     parts = urlsplit(url)
     if parts.scheme != "https":
         return http.client.HTTPConnection(parts.netloc, timeout=timeout_s)

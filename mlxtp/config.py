@@ -26,11 +26,11 @@ FILE = "config.toml"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """An unparsed value; its place for errors, "" for a default; and its line in the file, from 1."""
+    """A value before parsing."""
 
     value: Any
-    where: str = ""
-    line: int = 0
+    where: str = ""  #: its place for errors; "" for a default
+    line: int = 0  #: in the file, from 1
 
     @property
     def origin(self) -> str:

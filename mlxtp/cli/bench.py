@@ -69,26 +69,22 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """One reply. Times are readings of one clock, in seconds; `drafted` counts accepted draft tokens."""
-
-    asked_at: float
+    asked_at: float  #: seconds; all three are readings of one clock
     first_at: float
     ended_at: float
     prompt: int
     tokens: int
     cached: int = 0
-    drafted: int = 0
+    drafted: int = 0  #: accepted draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One measurement. `rate`: tokens/s, of prompts in rows that read, else of replies."""
-
     what: str
     prompt: int
     tokens: int
     first_s: float
-    rate: float
+    rate: float  #: tokens/s: of prompts in rows that read, else of replies
     drafted: int = 0
 
 

@@ -79,10 +79,8 @@ def chat(
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation. `options` go into every request."""
-
     home: Path
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  #: go into every request
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
 

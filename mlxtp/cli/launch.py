@@ -43,11 +43,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of one program. `arguments` precede the user's own; `files` are JSON, by path."""
+    """Settings of one program."""
 
     variables: Variables
-    arguments: tuple[str, ...] = ()
-    files: Mapping[Path, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()  #: before the user's own
+    files: Mapping[Path, Any] = field(default_factory=dict)  #: JSON by path
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,11 +352,11 @@ def _gb(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One model of a packing. `why`: the reason if it gets no group."""
+    """One model of a packing."""
 
     shape: ModelShape
     plan: Placement | None
-    why: str = ""
+    why: str = ""  #: reason if it gets no group
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -366,11 +366,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class MacMemory:
-    """Memory of a Mac in bytes: the share for ranks, and their weights, KV caches and headroom."""
+    """Memory of a Mac, in bytes."""
 
     node_id: str
     name: str
-    available: int
+    available: int  #: to ranks
     weights: int
     kv: int
     headroom: int

@@ -71,12 +71,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """The cluster under test: its agent here, its members' names, and a callback for progress."""
+    """The cluster under test."""
 
-    agent: AgentClient
+    agent: AgentClient  #: here
     home: Path
-    macs: tuple[str, ...]
-    say: Callable[[str], None]
+    macs: tuple[str, ...]  #: the members' names
+    say: Callable[[str], None]  #: shows progress
 
     @property
     def key_heads(self) -> int:

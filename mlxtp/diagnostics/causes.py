@@ -89,13 +89,11 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """One agent's record. `hosts`: the ranks' Macs, as far as the agent knew them."""
-
-    node: str
+    node: str  #: the agent's
     ended: float
     code: str
     detail: str
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  #: the ranks' Macs, as far as the agent knew them
     machine_bytes: int = 0
 
 
@@ -171,30 +169,26 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first step that ranks disagree on, the field that differs, and each rank's value."""
+    """The first step that ranks disagree on."""
 
     seq: int
-    what: str
-    values: Mapping[int, str]
+    what: str  #: the field that differs
+    values: Mapping[int, str]  #: by rank
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Kind in a word or two, the rank at fault (None: no single rank), and a sentence."""
-
-    kind: str
-    rank: int | None
-    words: str
+    kind: str  #: in a word or two
+    rank: int | None  #: at fault; None: no single rank
+    words: str  #: a sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Records of a failed epoch. `elsewhere`: Macs of the ranks without a file."""
-
     ranks: tuple[RankRecord, ...]
     agent: EpochRecord | None = None
     difference: Difference | None = None
-    elsewhere: Mapping[int, str] | None = None
+    elsewhere: Mapping[int, str] | None = None  #: Macs of the ranks without a file
 
 
 def likely_cause(case: Case) -> Cause:

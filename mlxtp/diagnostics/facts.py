@@ -14,12 +14,10 @@ from ..wire.cluster_messages import Machine
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """Layers of one rank of a pipeline, and its seconds of computing and of waiting for other ranks."""
-
-    rank: int
+    rank: int  #: of a pipeline
     layers: int
-    busy_s: float
-    waiting_s: float
+    busy_s: float  #: computing
+    waiting_s: float  #: for other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,12 @@ class AgentFacts:
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port of an agent. `problem`: why it is not available. `by_mlxtp`: another mlxtp answers there."""
-
     name: str
     flag: str
     address: str
     ours: bool
-    problem: str = ""
-    by_mlxtp: bool = False
+    problem: str = ""  #: why it is not available
+    by_mlxtp: bool = False  #: Another mlxtp answers there.
 
     @property
     def number(self) -> str:
@@ -65,12 +61,12 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to reach "ip:port". `shared`: both ends have the address's network."""
+    """One try to reach an address."""
 
-    address: str
+    address: str  #: "ip:port"
     problem: str = ""
     errno: int = 0
-    shared: bool = True
+    shared: bool = True  #: Both ends have its network.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +103,25 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class FirewallFacts:
-    """On macOS the application firewall. On Linux `drops`: netfilter drops incoming packets."""
-
-    enabled: bool | None = None
+    enabled: bool | None = None  #: the application firewall of macOS
     blocks_all: bool | None = None
     app: str = ""  #: State of this Python: "allowed", "blocked", "unlisted", or "" if unknown.
-    drops: bool | None = None
+    drops: bool | None = None  #: Linux's netfilter drops incoming packets.
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PowerFacts:
-    """The power settings in use, by their macOS names; empty if unreadable."""
-
-    settings: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, int] = field(default_factory=dict)  #: in use, by macOS name; empty if unreadable
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Name and validity of a certificate. `renews`: mlxtp renews it at its start."""
-
     name: str
     begins: datetime
     ends: datetime
-    renews: bool = False
+    renews: bool = False  #: mlxtp renews it at its start.
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +142,8 @@ class IdentityFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The first deployed model by name, and this machine's copy of it."""
-
-    wanted: str = ""
-    fingerprint: str = ""
+    wanted: str = ""  #: the first deployed model by name
+    fingerprint: str = ""  #: of this machine's copy
     problem: str = ""
 
 

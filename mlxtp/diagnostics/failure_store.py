@@ -83,12 +83,10 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpoch:
-    """An agent's record of a failed epoch. `hosts`: the Macs in rank order, as far as known."""
-
     epoch: int
     node: str
     cause: MlxtpError
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  #: Macs in rank order, as far as known
     reports: tuple[FailureReport, ...] = ()
     pongs: Mapping[int, Pong] | None = None
 

@@ -71,12 +71,12 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredPeer:
-    """Announcement of a peer, not authenticated. `addresses`: 1 to 16 times "ip:port", sorted."""
+    """Announcement of a peer, not authenticated."""
 
     node_id: str
     cluster_id: str
     name: str
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  #: 1 to 16 times "ip:port", sorted
     has_ca: bool
     version: int
 
@@ -184,11 +184,11 @@ def explain(errno: int | None, detail: str) -> str:
 
 @dataclass(slots=True)
 class _Entry:
-    """An announced name. `due`: when to check its records. `seen`: when they were last there."""
+    """An announced name."""
 
-    due: float
+    due: float  #: when to check its records
     tries: int = 0
-    seen: float = 0.0
+    seen: float = 0.0  #: when they were last there
     sighting: DiscoveredPeer | None = None
 
 

@@ -125,12 +125,10 @@ MAX_ASKED = 32  #: open requests to join
 
 @dataclass(frozen=True, slots=True)
 class JoinResult:
-    """This Mac's identity, whether it `founded` or `joined` a cluster now, and addresses of peers."""
-
     identity: Identity
-    founded: bool = False
-    joined: bool = False
-    peers: tuple[str, ...] = ()
+    founded: bool = False  #: This start founded the cluster.
+    joined: bool = False  #: This start joined it.
+    peers: tuple[str, ...] = ()  #: addresses of members
 
 
 async def enter(settings: Settings, store: Store, forget: Callable[[], None]) -> JoinResult:

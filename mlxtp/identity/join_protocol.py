@@ -85,10 +85,8 @@ _AGAIN = "copy it again, or make a new one with `mlxtp token`"
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """Join token. `cluster_id`: 16 hex digits. `authority_hash`: as in `wire/certificates.py`."""
-
-    cluster_id: str
-    authority_hash: bytes
+    cluster_id: str  #: 16 hex digits
+    authority_hash: bytes  #: as in `wire/certificates.py`
     secret: bytes = field(repr=False)
 
     @property
@@ -361,13 +359,13 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A Mac that the host admitted with a token that member `by` requested. `token`: its public name."""
+    """A Mac that the host admitted."""
 
     node_id: str
     name: str
     fingerprint: str
-    by: str = ""
-    token: str = field(default="", compare=False)
+    by: str = ""  #: the member that requested its token
+    token: str = field(default="", compare=False)  #: its public name
 
 
 @dataclass(frozen=True, slots=True)

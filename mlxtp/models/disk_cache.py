@@ -31,7 +31,7 @@ _UNUSABLE = (OSError, ValueError, TypeError, LookupError, OverflowError)
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Folder for the caches of all this Mac's ranks, and the bytes that they may use there."""
+    """Room for the caches of all this Mac's ranks."""
 
     folder: str = ""
     bytes: int = 0
@@ -54,7 +54,7 @@ def room_in(home: Path, setting: int | None) -> DiskRoom:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Blocks of one rank's share of a model. `used_at`: the last use, in seconds since 1970."""
+    """Blocks of one rank's share of a model."""
 
     model: str
     rank: int
@@ -62,7 +62,7 @@ class Layout:
     kv_bits: int
     blocks: int
     bytes: int
-    used_at: float
+    used_at: float  #: last use, in seconds since 1970
 
 
 def layouts(folder: Path) -> list[Layout]:

@@ -51,13 +51,13 @@ MOST = 200  #: Models listed for users. A cache may hold any number.
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model to serve, under its public name. `shape`: the basis of its ranks' plan; None without a plan."""
+    """Model to serve."""
 
-    id: str
+    id: str  #: its public name
     path: Path
     text: Text
     draft_path: Path | None = None
-    shape: ModelShape | None = None
+    shape: ModelShape | None = None  #: basis of its ranks' plan; None without a plan
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
@@ -176,12 +176,12 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """Model that a group could serve. `folder`: None unless complete. `manifest`: the Hub's, else None."""
+    """Model that a group could serve."""
 
     name: str
     shape: ModelShape
-    folder: Path | None
-    manifest: Manifest | None = None
+    folder: Path | None  #: None unless complete
+    manifest: Manifest | None = None  #: the Hub's, if not complete
 
 
 def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:

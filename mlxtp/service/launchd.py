@@ -37,11 +37,9 @@ PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user who owns the service. `home` is the user's home, not the agent's."""
-
     name: str
     uid: int
-    home: str
+    home: str  #: the user's home, not the agent's
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +150,15 @@ ServiceStep = Write | Remove | ServiceCommand
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Status and output of a command. 127: it does not exist; 124: it took too long."""
-
-    status: int
+    status: int  #: 127: the command does not exist; 124: it took too long
     output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """launchd's view of the service. `last`: its last end, if that was a failure."""
-
     loaded: bool = False
     pid: int | None = None
-    last: str = ""
+    last: str = ""  #: end of the last run, if that was a failure
 
 
 def folders(service: Service) -> ServiceCommand:

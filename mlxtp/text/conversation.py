@@ -13,23 +13,19 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call by a model. `arguments` is the JSON text of an object; in history, any text."""
-
     id: str
     name: str
-    arguments: str
+    arguments: str  #: JSON text of an object; in history, any text
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. `call_id` and `name` identify the call that a "tool" message answers."""
-
     role: Role
     text: str
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
-    call_id: str = ""
-    name: str = ""
+    call_id: str = ""  #: of the call that a "tool" message answers
+    name: str = ""  #: that call's tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +91,10 @@ FinishReason = Literal["stop", "length", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """Natural log-probability of a chosen token, and (token, log-probability) of the most probable ones."""
+    """Natural log-probability of a chosen token."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  #: (token, log-probability) of the most probable tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +107,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Last event of a request. "cancel": the backend gave up, so the client sees an error, no answer."""
+    """Last event of a request."""
 
-    reason: FinishReason
+    reason: FinishReason  #: "cancel": the backend gave up, so the client sees an error, no answer
     generated: int  #: all tokens, including the end token
     cached: int = 0  #: prompt tokens from the prefix cache
     drafted: int = 0

@@ -23,11 +23,9 @@ ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text of the answer. `scores`: of all tokens since the last event. With scores, text may be empty."""
-
     choice: int
-    text: str
-    scores: Sequence[Scored] = ()
+    text: str  #: may be empty with scores
+    scores: Sequence[Scored] = ()  #: of all tokens since the last event
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +394,53 @@ def assert_recovered(
         assert answer.ended_at <= recovered_at + ANSWER_S
     assert_sound(cluster, was)
     return end
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault under one long answer or several; `codes`, `within_s`, `likely`: how it is noticed."""
+
+    case: str
+    order: Order
+    codes: set[Code]
+    within_s: float = NOTICED_S
+    max_tokens: int = 400
+    likely: str = ""
+    clients: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    always: bool = False
+    """`make test` has it, too: it stands for others."""
+
+
+def faults(*rows: Fault) -> pytest.MarkDecorator:
+    """Parametrize a test by its faults."""
+    marks = {False: [pytest.mark.chaos], True: []}
+    return pytest.mark.parametrize(
+        "fault", [pytest.param(each, id=each.case, marks=marks[each.always]) for each in rows]
+    )
+
+
+def assert_noticed(cluster: FaultyCluster, fault: Fault) -> None:
+    """The epoch ends with one of its codes, the next one completes the answers; only the client is told that
+    took too much memory.
+    """
+    expected = cluster.right(LONG, fault.max_tokens, **fault.fields)
+    was = before(cluster)
+    cluster.book.give(dataclasses.replace(fault.order, epoch=was.epoch))
+    with contextlib.ExitStack() as stack:
+        asked = {"max_tokens": fault.max_tokens, **fault.fields}
+        clients = [stack.enter_context(cluster.asking(LONG, **asked)) for _ in range(fault.clients)]
+        answers = tuple((answer(), expected) for answer in clients)
+    assert_recovered(
+        cluster,
+        was,
+        fault.codes,
+        detected_within_s=fault.within_s,
+        case=fault.case,
+        answers=answers,
+        told=frozenset(fault.codes & {Code.OUT_OF_MEMORY}),
+        likely=fault.likely,
+    )
 
 
 def assert_recovered_each_time(

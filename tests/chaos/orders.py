@@ -21,7 +21,7 @@ class Order:
 
     fault: str
     rank: int
-    epoch: int
+    epoch: int = 0
     """0 for every epoch."""
     at: int = 1
     """The first occasion that counts, from 1."""

@@ -198,6 +198,7 @@ def assert_nothing_left(agents: Agents, pids: list[int]) -> None:
         sock.bind(("127.0.0.1", agents.port))
 
 
+@chaos
 def test_killed_while_it_decodes(agents: Agents) -> None:
     """Its ranks follow it; the next agent on the same home and port cleans up and serves."""
     agent = agents.start()
@@ -262,9 +263,8 @@ def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
     wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent, a rank stopped", since=at)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=chaos)], ids=lambda number: number.name
-)
+@chaos
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -> None:
     """SIGTERM to the agent, or Ctrl-C to the whole group of processes: what has begun ends as it should,
     nothing new is taken, and then all of it ends in order."""
@@ -292,9 +292,8 @@ def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -
     assert "never" not in log, "a coroutine or task was forgotten"
 
 
-@pytest.mark.parametrize(
-    ("drain_s", "signals"), [("600", 2), pytest.param("0.2", 1, marks=chaos)], ids=["twice", "too long"]
-)
+@chaos
+@pytest.mark.parametrize(("drain_s", "signals"), [("600", 2), ("0.2", 1)], ids=["twice", "too long"])
 def test_told_to_stop_twice_or_for_too_long(agents: Agents, drain_s: str, signals: int) -> None:
     """A request that is open then ends with an error that says so."""
     agent = agents.start("--drain", drain_s)
@@ -324,6 +323,7 @@ def test_told_to_stop_on_its_way_up(agents: Agents, stage: str) -> None:
     assert_nothing_left(agents, pids)
 
 
+@chaos
 def test_told_to_stop_while_it_ends_an_epoch(agents: Agents) -> None:
     """One rank is dead, the other stopped and must be killed; two signals come meanwhile."""
     agent = agents.start()

@@ -87,6 +87,7 @@ def test_a_cache_that_rank_1_has_not_kept(whole: FaultyCluster) -> None:
     )
 
 
+@chaos
 def test_a_cache_of_which_rank_1_has_kept_less(whole: FaultyCluster) -> None:
     prompt, expected = fresh(3)
     was = before(whole)
@@ -107,6 +108,7 @@ def test_a_cache_of_which_rank_1_has_kept_less(whole: FaultyCluster) -> None:
     )
 
 
+@chaos
 def test_a_cache_that_rank_1_is_told_to_drop_and_has_not(whole: FaultyCluster) -> None:
     """Rank 0 names a cache that is not there: that rank is not what it was thought to be."""
     was = before(whole)
@@ -134,6 +136,7 @@ def test_a_cache_that_rank_1_is_told_to_drop_and_has_not(whole: FaultyCluster) -
     )
 
 
+@chaos
 def test_caches_that_rank_1_keeps_for_itself_are_never_used(whole: FaultyCluster) -> None:
     """No uid is given twice, so they cost memory and nothing else."""
     was = before(whole)
@@ -146,6 +149,7 @@ def test_caches_that_rank_1_keeps_for_itself_are_never_used(whole: FaultyCluster
     assert_sound(whole, was)
 
 
+@chaos
 def test_rank_1_rolls_drafts_back_too_far(whole: FaultyCluster) -> None:
     expected = spoken(reference(prompt_ids(LONG), 400))
     was = before(whole)

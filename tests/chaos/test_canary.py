@@ -14,6 +14,8 @@ from ..live_cluster import SLOWNESS
 from .answers import LONG, SHORT
 from .harness import FAULT_LIMITS, NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before
 
+pytestmark = pytest.mark.chaos
+
 CANARY_S = 0.3
 
 
@@ -50,7 +52,7 @@ def test_requests_that_come_while_it_proves_itself(idler: FaultyCluster) -> None
     assert_sound(idler, was)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
     idler: FaultyCluster, rank: int
 ) -> None:

@@ -17,6 +17,8 @@ from ..live_cluster import SLOWNESS, WAIT_S, until
 from .answers import LONG, SHORT, Answer, read_events
 from .harness import FaultyCluster, assert_sound, before
 
+pytestmark = pytest.mark.chaos
+
 PROMPTS = (LONG, SHORT, *(f"Repeat exactly: {text}" for text in ("ABC-123", "DOG-4", "K-9 K-9", "ZEBRA-11")))
 
 
@@ -61,7 +63,7 @@ async def one_client(client: httpx.AsyncClient, rng: random.Random, expected: di
     return what
 
 
-@pytest.mark.parametrize("crowds", [1, pytest.param(3, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("crowds", [1, 3])
 def test_clients_of_whom_many_leave(cluster: FaultyCluster, crowds: int, seed: int) -> None:
     """Crowds of 24 with idle time between them."""
     print(f"seed {seed}")

@@ -41,6 +41,7 @@ LOST = {Code.RANK_LOST}
 KILLED = "killed from outside"
 
 
+@chaos
 @pytest.mark.parametrize("rank", [1, 0])
 def test_killed_while_idle(cluster: FaultyCluster, rank: int) -> None:
     was = before(cluster)
@@ -130,7 +131,7 @@ def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("place", "victim"),
-    [("form", 1), ("load", 1), pytest.param("form", 0, marks=chaos), pytest.param("load", 0, marks=chaos)],
+    [("form", 1), *(pytest.param(*case, marks=chaos) for case in (("load", 1), ("form", 0), ("load", 0)))],
 )
 def test_killed_on_the_way_up(cluster: FaultyCluster, place: str, victim: int) -> None:
     """The victim is held before it forms the group or reads the weights; the other is in the midst of it."""
@@ -259,6 +260,7 @@ def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     assert cluster.postmortem(was.epoch).cause.rank == 1
 
 
+@chaos
 def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> None:
     """With a forward in flight on both: it comes to its end first."""
     expected = cluster.right(LONG)
@@ -279,6 +281,7 @@ def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> N
     )
 
 
+@chaos
 def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
     """Then it says why, for as long as clients ask."""
     orders = [Order("exit", rank=0, epoch=epoch, on="start") for epoch in range(1, 7)]
@@ -304,6 +307,7 @@ def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
         print(f"failed for good after {time.monotonic() - began:.1f} s")
 
 
+@chaos
 def test_the_reason_is_shown_while_it_restarts(cluster: FaultyCluster) -> None:
     was = before(cluster)
     kill(was.pids[1])

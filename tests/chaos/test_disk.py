@@ -96,16 +96,9 @@ def fetched_tokens(cluster: Cluster) -> list[int]:
 # --- ranks that die --------------------------------------------------------------------------------------
 
 
+@chaos
 @pytest.mark.parametrize(
-    ("place", "rank"),
-    [
-        ("write", 1),
-        pytest.param("read", 0, marks=chaos),
-        pytest.param("write", 0, marks=chaos),
-        pytest.param("count", 0, marks=chaos),
-        pytest.param("count", 1, marks=chaos),
-        pytest.param("read", 1, marks=chaos),
-    ],
+    ("place", "rank"), [(place, rank) for place in ("write", "read", "count") for rank in (0, 1)]
 )
 def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, rank: int) -> None:
     wanted = Generate(0, new_tokens(Random(1), LONG), 20, DRAWN)

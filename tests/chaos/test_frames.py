@@ -10,7 +10,18 @@ from mlxtp.errors import Code
 
 from ..live_cluster import until
 from .answers import LONG, SHORT
-from .harness import NOTICED_S, STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
+from .harness import (
+    NOTICED_S,
+    STALL_S,
+    Fault,
+    FaultyCluster,
+    assert_noticed,
+    assert_recovered,
+    assert_sound,
+    before,
+    faults,
+    kill,
+)
 from .orders import Order
 
 chaos = pytest.mark.chaos
@@ -34,7 +45,7 @@ def frames_of(cluster: FaultyCluster, prompt: str, max_tokens: int) -> tuple[lis
     return types, usage["prompt_tokens"], usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["one chunk", "four chunks"])
+@pytest.mark.parametrize("prompt", [pytest.param(SHORT, marks=chaos), LONG], ids=["one chunk", "four chunks"])
 def test_one_request_is_prompt_steps_and_one_stop(cluster: FaultyCluster, prompt: str) -> None:
     """N generated tokens take one prefill and N-1 step frames."""
     types, prompt_tokens, generated = frames_of(cluster, prompt, max_tokens=15)
@@ -43,6 +54,7 @@ def test_one_request_is_prompt_steps_and_one_stop(cluster: FaultyCluster, prompt
     assert types == [PROMPT] * chunks + ["Forward"] * 14 + ["SessionStop"]
 
 
+@chaos
 def test_an_end_token_costs_at_most_the_step_that_was_on_its_way(cluster: FaultyCluster) -> None:
     types, _, generated = frames_of(cluster, SHORT, max_tokens=64)
     steps = types.count("Forward")
@@ -50,60 +62,39 @@ def test_an_end_token_costs_at_most_the_step_that_was_on_its_way(cluster: Faulty
     assert generated - 1 <= steps <= generated
 
 
-TO_RANK_1 = [
-    pytest.param("seq ahead", {Code.WRONG_SEQ}),
-    pytest.param("unknown uid", {Code.WRONG_UID}),
-    pytest.param("unknown type", {Code.UNKNOWN_TYPE}, marks=chaos),
-    pytest.param("truncated", {Code.FRAME_MALFORMED}),
+def refused(how: str, rank: int, *codes: Code, always: bool = False) -> Fault:
+    """`rank` sends something else than, or besides, the 20th frame or Ack of an answer."""
+    order = Order("wrong_frame", rank, on=("Forward", "Ack")[rank], how=how, at=20)
+    noticed = {"within_s": STALL_S} if Code.RANK_STALLED in codes else {"likely": "protocol"}
+    return Fault(f"{how} from rank {rank}", order, {*codes}, always=always, **noticed)  # type: ignore[arg-type]
+
+
+@faults(
+    refused("seq ahead", 0, Code.WRONG_SEQ, always=True),
+    refused("unknown uid", 0, Code.WRONG_UID),
+    refused("unknown type", 0, Code.UNKNOWN_TYPE),
+    refused("truncated", 0, Code.FRAME_MALFORMED),
     # Noticed by the number of the next frame, or, when rank 0 cannot send one before this step is done, by
     # no rank's progress.
-    pytest.param("other epoch", {Code.WRONG_SEQ, Code.ACK_MISSING, Code.RANK_STALLED}, marks=chaos),
-    pytest.param("seq again", {Code.WRONG_SEQ}, marks=chaos),
-    pytest.param("hello again", {Code.OUT_OF_ORDER}, marks=chaos),
-    pytest.param("garbage", {Code.FRAME_MALFORMED}, marks=chaos),
-    pytest.param("oversize", {Code.FRAME_OVERSIZE}, marks=chaos),
-]
-
-TO_RANK_0 = [
+    refused("other epoch", 0, Code.WRONG_SEQ, Code.ACK_MISSING, Code.RANK_STALLED),
+    refused("seq again", 0, Code.WRONG_SEQ),
+    refused("hello again", 0, Code.OUT_OF_ORDER),
+    refused("garbage", 0, Code.FRAME_MALFORMED),
+    refused("oversize", 0, Code.FRAME_OVERSIZE),
     # Rank 1 misses its own Ack when it sends the next one, and may be the first to report.
-    pytest.param("seq ahead", {Code.WRONG_SEQ, Code.OUT_OF_ORDER}),
-    pytest.param("truncated", {Code.FRAME_MALFORMED}),
-    pytest.param("unknown type", {Code.UNKNOWN_TYPE}),
-    pytest.param("other epoch", {Code.WRONG_SEQ, Code.OUT_OF_ORDER}),
-    pytest.param("delta", {Code.OUT_OF_ORDER}, marks=chaos),
-    pytest.param("seq again", {Code.WRONG_SEQ}, marks=chaos),
-    pytest.param("oversize", {Code.FRAME_OVERSIZE}, marks=chaos),
-]
+    refused("seq ahead", 1, Code.WRONG_SEQ, Code.OUT_OF_ORDER),
+    refused("truncated", 1, Code.FRAME_MALFORMED),
+    refused("unknown type", 1, Code.UNKNOWN_TYPE),
+    refused("other epoch", 1, Code.WRONG_SEQ, Code.OUT_OF_ORDER),
+    refused("delta", 1, Code.OUT_OF_ORDER),
+    refused("seq again", 1, Code.WRONG_SEQ),
+    refused("oversize", 1, Code.FRAME_OVERSIZE),
+)
+def test_a_frame_that_breaks_the_rules_is_refused(cluster: FaultyCluster, fault: Fault) -> None:
+    assert_noticed(cluster, fault)
 
 
-@pytest.mark.parametrize(("how", "codes"), TO_RANK_1)
-def test_rank_1_refuses(cluster: FaultyCluster, how: str, codes: set[Code]) -> None:
-    refuse(cluster, 0, "Forward", how, codes)
-
-
-@pytest.mark.parametrize(("how", "codes"), TO_RANK_0)
-def test_rank_0_refuses(cluster: FaultyCluster, how: str, codes: set[Code]) -> None:
-    refuse(cluster, 1, "Ack", how, codes)
-
-
-def refuse(cluster: FaultyCluster, rank: int, on: str, how: str, codes: set[Code]) -> None:
-    """`rank` sends something else than, or besides, the 20th message `on` of an answer."""
-    was = before(cluster)
-    cluster.order("wrong_frame", rank, on=on, how=how, at=20)
-    answer = cluster.read(LONG)
-    within_s = STALL_S if Code.RANK_STALLED in codes else NOTICED_S
-    case = f"{how} from rank {rank}"
-    assert_recovered(
-        cluster,
-        was,
-        codes,
-        detected_within_s=within_s,
-        case=case,
-        answers=((answer, cluster.right(LONG)),),
-        likely="" if Code.RANK_STALLED in codes else "protocol",
-    )
-
-
+@chaos
 @pytest.mark.parametrize(("rank", "on"), [(0, "Forward"), (1, "Ack")])
 def test_a_frame_of_another_epoch_is_dropped_and_counted(cluster: FaultyCluster, rank: int, on: str) -> None:
     """Nothing else comes of it: the request is answered in the same epoch."""
@@ -120,6 +111,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted(cluster: FaultyCluster,
     assert_sound(cluster, was)
 
 
+@chaos
 def test_a_prompt_before_the_model_is_loaded(cluster: FaultyCluster) -> None:
     """Refused by rank 1 while the next group comes up; the one after it serves."""
     was = before(cluster)

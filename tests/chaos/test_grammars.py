@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import httpx
+import pytest
 
 from mlxtp.engine.grammar import DEADLINE_S
 
@@ -64,6 +65,7 @@ def test_the_helper_is_killed_while_it_compiles(cluster: FaultyCluster) -> None:
     assert_sound(cluster, was)
 
 
+@pytest.mark.chaos
 def test_rank_0_is_killed_while_a_grammar_is_compiled(cluster: FaultyCluster) -> None:
     """The helper outlives it by its own deadline at most. The next rank 0 finds the grammar as slow."""
     cluster.right(SHORT)
@@ -78,6 +80,7 @@ def test_rank_0_is_killed_while_a_grammar_is_compiled(cluster: FaultyCluster) ->
     until(lambda: not alive(pid), "the helper is gone", DEADLINE_S + 10 * SLOWNESS)
 
 
+@pytest.mark.chaos
 def test_a_model_is_taken_away_while_a_grammar_is_compiled(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("record", 0)

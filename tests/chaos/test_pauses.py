@@ -34,7 +34,7 @@ from .harness import (
 from .orders import Order
 from .test_deaths import HELD_S, LOST
 
-chaos = pytest.mark.chaos
+pytestmark = pytest.mark.chaos
 
 POISON = "Repeat exactly: ACONITE-42"
 
@@ -106,7 +106,7 @@ def test_a_pause_is_filled_with_empty_chunks(cluster: FaultyCluster) -> None:
     assert [at for at in answer.idle if end.at < at < cluster.ready_at(cluster.epoch)]
 
 
-@pytest.mark.parametrize("failures", [2, pytest.param(3, marks=chaos)])
+@pytest.mark.parametrize("failures", [2, 3])
 def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: int, seed: int) -> None:
     """Each time it got on a little, so that it does not pass for their cause."""
     rng = random.Random(seed)
@@ -129,7 +129,7 @@ def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: in
     assert counted == failures
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster, rank: int) -> None:
     """It may be any of four: they are told apart without ending one that is innocent."""
     expected = cluster.right(LONG)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,13 @@ from .harness import (
     FAULT_LIMITS,
     NOTICED_S,
     STALL_S,
+    Fault,
     FaultyCluster,
+    assert_noticed,
     assert_recovered,
     assert_sound,
     before,
+    faults,
     kill,
 )
 from .orders import Order
@@ -35,74 +39,37 @@ LAST_ACK = 4 + 29
 chaos = pytest.mark.chaos
 
 
-def fail_once(
-    cluster: FaultyCluster,
-    case: str,
-    fault: str,
-    rank: int,
-    codes: set[Code],
-    within_s: float,
-    max_tokens: int = 30,
-    likely: str = "",
-    **how: object,
-) -> None:
-    """Under one request of `max_tokens` tokens the epoch ends with one of `codes`; only the client is told
-    that took too much memory.
-    """
-    expected = cluster.right(LONG, max_tokens)
-    was = before(cluster)
-    cluster.order(fault, rank, **how)
-    answer = cluster.read(LONG, max_tokens=max_tokens)
-    assert_recovered(
-        cluster,
-        was,
-        codes,
-        detected_within_s=within_s,
-        case=case,
-        answers=((answer, expected),),
-        told=frozenset(codes & {Code.OUT_OF_MEMORY}),
-        likely=likely,
-    )
+def wrong_ack(case: str, how: str, *codes: Code, at: int = 20, within_s: float = NOTICED_S) -> Fault:
+    return Fault(case, Order("wrong_frame", 1, on="Ack", how=how, at=at), {*codes}, within_s, 30)
 
 
-@pytest.mark.parametrize(
-    ("on", "at"), [("Forward of prompts", 1), ("Forward", 20)], ids=["in prefill", "in decode"]
+def raises(case: str, rank: int, on: str, code: Code, likely: str, how: str = "", **row: Any) -> Fault:
+    """The frame has gone out: rank 1 has run that step or waits in it; no one asks it for the reply."""
+    order = Order("raise_in_forward", rank, on=on, at=1 if "prompts" in on else 20, how=how)
+    return Fault(case, order, {code}, max_tokens=30, likely=likely, **row)
+
+
+FAILED = Code.FORWARD_FAILED, "failed forward"
+LATE = Order("late", 1, on="Ack", at=LAST_ACK, seconds=3 * ACK_S)
+
+
+@faults(
+    raises("rank 0 raises in prefill", 0, "Forward of prompts", *FAILED),
+    raises("rank 0 raises in decode", 0, "Forward", *FAILED),
+    raises("no memory", 0, "Forward", Code.OUT_OF_MEMORY, "out of memory", "memory", always=True),
+    raises("rank 1 raises", 1, "Forward", Code.FORWARD_FAILED, ""),
+    Fault("the last Ack comes too late", LATE, {Code.ACK_MISSING}, ACK_S, 30),
+    wrong_ack("no last Ack", "missing", Code.ACK_MISSING, at=LAST_ACK, within_s=ACK_S),
+    # The next one is for another step than the one rank 0 waits for.
+    wrong_ack("no Ack", "missing", Code.OUT_OF_ORDER),
+    wrong_ack("Ack twice", "twice", Code.OUT_OF_ORDER),
+    wrong_ack("Ack garbage", "garbage", Code.FRAME_MALFORMED),
 )
-def test_rank_0_raises_after_the_frame_went_out(cluster: FaultyCluster, on: str, at: int) -> None:
-    """Rank 1 has run that step or waits in it; no one asks it for the reply any more."""
-    codes, likely = {Code.FORWARD_FAILED}, "failed forward"
-    case = f"rank 0 raises at {on}"
-    fail_once(cluster, case, "raise_in_forward", 0, codes, NOTICED_S, on=on, at=at, likely=likely)
-
-
-def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
-    fail_once(
-        cluster,
-        "no memory",
-        "raise_in_forward",
-        0,
-        {Code.OUT_OF_MEMORY},
-        NOTICED_S,
-        on="Forward",
-        at=20,
-        how="memory",
-        likely="out of memory",
-    )
+def test_what_fails_after_its_frame_went_out_ends_the_epoch(cluster: FaultyCluster, fault: Fault) -> None:
+    assert_noticed(cluster, fault)
 
 
 @chaos
-def test_rank_1_raises(cluster: FaultyCluster) -> None:
-    codes = {Code.FORWARD_FAILED}
-    fail_once(cluster, "rank 1 raises", "raise_in_forward", 1, codes, NOTICED_S, on="Forward", at=20)
-
-
-def test_the_last_ack_comes_too_late(cluster: FaultyCluster) -> None:
-    late_s = 3 * ACK_S
-    fail_once(
-        cluster, "late Ack", "late", 1, {Code.ACK_MISSING}, ACK_S, on="Ack", at=LAST_ACK, seconds=late_s
-    )
-
-
 def test_a_late_ack_within_its_limit_is_a_pause(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("late", 1, on="Ack", at=20, seconds=0.8)
@@ -110,36 +77,6 @@ def test_a_late_ack_within_its_limit_is_a_pause(cluster: FaultyCluster) -> None:
     assert (answer.text, answer.error) == (cluster.right(LONG), None)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
-
-
-def test_the_last_ack_never_comes(cluster: FaultyCluster) -> None:
-    fail_once(
-        cluster,
-        "no last Ack",
-        "wrong_frame",
-        1,
-        {Code.ACK_MISSING},
-        ACK_S,
-        on="Ack",
-        how="missing",
-        at=LAST_ACK,
-    )
-
-
-def test_an_ack_never_comes(cluster: FaultyCluster) -> None:
-    """The next one is for another step than the one rank 0 waits for."""
-    codes = {Code.OUT_OF_ORDER}
-    fail_once(cluster, "no Ack", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="missing", at=20)
-
-
-def test_an_ack_comes_twice(cluster: FaultyCluster) -> None:
-    codes = {Code.OUT_OF_ORDER}
-    fail_once(cluster, "Ack twice", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="twice", at=20)
-
-
-def test_an_ack_is_garbage(cluster: FaultyCluster) -> None:
-    codes = {Code.FRAME_MALFORMED}
-    fail_once(cluster, "Ack garbage", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="garbage", at=20)
 
 
 @chaos
@@ -159,6 +96,7 @@ def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyClust
     assert "rank 0 is behind" not in end.error.detail
 
 
+@chaos
 def test_idling_is_not_part_of_the_first_step(cluster: FaultyCluster) -> None:
     """The stall clock of a request starts with its first forward, however long it idled before."""
     was = before(cluster)
@@ -171,14 +109,15 @@ def test_idling_is_not_part_of_the_first_step(cluster: FaultyCluster) -> None:
     assert cluster.epoch == was.epoch
 
 
+@chaos
 @pytest.mark.parametrize(
     ("on", "how", "codes"),
     [
-        pytest.param("SanityDone", "garbage", {Code.FRAME_MALFORMED}),
-        pytest.param("InitDone", "twice", {Code.OUT_OF_ORDER}, marks=chaos),
-        pytest.param("SanityDone", "missing", {Code.LINK_TIMEOUT}, marks=chaos),
-        pytest.param("Loaded", "twice", {Code.OUT_OF_ORDER}, marks=chaos),
-        pytest.param("Loaded", "unknown type", {Code.UNKNOWN_TYPE}, marks=chaos),
+        ("SanityDone", "garbage", {Code.FRAME_MALFORMED}),
+        ("InitDone", "twice", {Code.OUT_OF_ORDER}),
+        ("SanityDone", "missing", {Code.LINK_TIMEOUT}),
+        ("Loaded", "twice", {Code.OUT_OF_ORDER}),
+        ("Loaded", "unknown type", {Code.UNKNOWN_TYPE}),
     ],
 )
 def test_a_reply_on_the_way_up(cluster: FaultyCluster, on: str, how: str, codes: set[Code]) -> None:

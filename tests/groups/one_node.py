@@ -43,7 +43,7 @@ from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
 
 from ..wire.members import Member, founder
-from .scenes import run, within
+from .scenes import run, scenes, within
 
 MACHINE = Machine(
     "linux", "", "", "", "a chip", 8, 0, 64 << 30, 32 << 30, 0, 0, "ac", "unsupported", False,
@@ -279,3 +279,25 @@ def play(home: Path, member: Member, story: Callable[[Node], Awaitable[None]], *
 
     with by_hand():
         run(scene())
+
+
+def play_leading(
+    home: Path,
+    member: Member,
+    weights: ModelSource,
+    story: Callable[[Node, FakeLink], Awaitable[None]],
+    machines: Mapping[str, Machine] = {},
+    **changes: Any,
+) -> None:
+    """As `play`; the node coordinates, and has met A. `machines` are its own ("") and those of others."""
+
+    async def leads(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        await story(node, a)
+
+    play(home, member, leads, machine=machines.get(""), **changes)
+
+
+at_node = scenes(play, "tmp_path", "member")
+at_leader = scenes(play_leading, "tmp_path", "member", "weights", stages=2)

@@ -31,9 +31,14 @@ def test_what_is_wired_beyond_what_others_may_have_taken_was_left(
 
 
 class Mac(WiredMemory):
-    """A machine whose wired memory is in `now`, in GB; after `settles` looks it is as low as before."""
+    """A machine whose wired memory is in `now`, in GB; after `settles` looks it is as low as before.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, settles: int = -1) -> None:
+    So many ranks have `begun`, and `wired` more has been since.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, settles: int = -1, begun: int = 0, wired: int = 0
+    ) -> None:
         self.now, self.low, self.looks = 5, 5, 0
         self.settles = settles
         self.slept_s = 0.0
@@ -44,6 +49,9 @@ class Mac(WiredMemory):
 
         # Not asyncio's own: servers of other tests run on in their threads.
         monkeypatch.setattr(wired_memory, "asyncio", SimpleNamespace(sleep=sleep))
+        for _ in range(begun):
+            self.began()
+        self.now += wired
 
     def _look(self) -> int:
         self.looks += 1
@@ -78,10 +86,7 @@ def test_what_stays_is_logged_once_and_told(
 def test_what_a_rank_killed_in_a_collective_held_counts_until_it_can_be_measured(
     monkeypatch: pytest.MonkeyPatch, stays: int, left: int
 ) -> None:
-    mac = Mac(monkeypatch)
-    mac.began()
-    mac.began()
-    mac.now += 100
+    mac = Mac(monkeypatch, begun=2, wired=100)
     assert mac.end(90, stuck=True) == 90 * GB
     assert mac.stranded_bytes() == 90 * GB
     assert mac.summary().startswith("90.0 GB may have stayed wired after ranks of this Mac ended")
@@ -91,19 +96,14 @@ def test_what_a_rank_killed_in_a_collective_held_counts_until_it_can_be_measured
 
 
 def test_what_came_back_although_a_rank_was_killed_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = Mac(monkeypatch)
-    mac.began()
-    mac.began()
-    mac.now += 100
+    mac = Mac(monkeypatch, begun=2, wired=100)
     assert mac.stranded_bytes() == 0  # a look
     mac.now -= 40
     assert mac.end(40, stuck=True) == mac.stranded_bytes() == 0
 
 
 def test_what_is_left_counts_also_if_another_rank_begins_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = Mac(monkeypatch)
-    mac.began()
-    mac.now += 400
+    mac = Mac(monkeypatch, begun=1, wired=400)
 
     async def begin(_seconds: float) -> None:
         mac.began()
@@ -113,36 +113,28 @@ def test_what_is_left_counts_also_if_another_rank_begins_meanwhile(monkeypatch: 
 
 
 def test_what_another_program_had_wired_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = Mac(monkeypatch)
-    mac.began()
-    mac.now += 2
+    mac = Mac(monkeypatch, begun=1, wired=2)
     assert mac.end(2) == mac.stranded_bytes() == 2 * GB
     mac.now -= 2
     assert mac.stranded_bytes() == 0
 
 
 def test_what_a_rank_that_ended_by_itself_held_is_only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = Mac(monkeypatch)
-    mac.began()
-    mac.began()
-    mac.now += 100
+    mac = Mac(monkeypatch, begun=2, wired=100)
     assert mac.end(90) == mac.stranded_bytes() == 0
 
 
-def test_what_comes_back_within_seconds_is_not_told(
+def test_what_comes_back_within_seconds_is_not_told_and_little_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    little = Mac(monkeypatch)
+    little.epoch(0, 1)
+    assert little.slept_s == 0
     mac = Mac(monkeypatch, settles=4)
     mac.epoch(400)
     assert 0 < mac.slept_s < LOOKS * LOOK_S
     assert mac.summary() == ""
     assert not caplog.records
-
-
-def test_ranks_that_held_little_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    mac = Mac(monkeypatch)
-    mac.epoch(0, 1)
-    assert mac.slept_s == 0
 
 
 def test_only_macos_counts_wired_memory(monkeypatch: pytest.MonkeyPatch) -> None:

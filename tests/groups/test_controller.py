@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,7 +41,8 @@ from ..cluster.deployed import only
 from ..gateway.test_gateway import MODEL
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play
+from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, at_leader, at_node, awaited, play
+from .test_coordinator import LAN
 
 
 def desk(cables: bool = True) -> dict[str, Machine]:
@@ -49,6 +51,9 @@ def desk(cables: bool = True) -> dict[str, Machine]:
     if cables:
         here, there = cabled([here, there], [(0, 1)])
     return {"": here.machine, A: there.machine}
+
+
+at_desk = partial(at_leader, machines=desk())
 
 
 def follows(node: Node, source: ModelSource, machines: Mapping[str, Machine], *links: FakeLink) -> None:
@@ -86,48 +91,36 @@ def formed(node: Node, *links: FakeLink) -> EpochGroup:
     return group
 
 
-def test_a_group_of_two_and_where_its_ranks_find_each_other(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    machines = desk(cables=False)
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        a.local = "192.168.7.1"
-        node.lead(weights, machines)
-        group = formed(node, a)
-        assert (group.local, group.world_size, group.backend) == (1, 2, "ring")
-        assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
-        assert group.pins == (node.parts.node.identity.fingerprint, a.fingerprint)
-        assert group.fabric == "192.168.7.1"
-        assert group.nodes == (node.parts.node.node_id, A)
-
-    play(tmp_path, member, story, machine=machines[""], nodes="2")
+@at_node(machine=desk(cables=False)[""], nodes="2")
+async def test_a_group_of_two_and_where_its_ranks_find_each_other(node: Node, weights: ModelSource) -> None:
+    a = node.meet(A)
+    a.local = "192.168.7.1"
+    node.lead(weights, desk(cables=False))
+    group = formed(node, a)
+    assert (group.local, group.world_size, group.backend) == (1, 2, "ring")
+    assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
+    assert group.pins == (node.parts.node.identity.fingerprint, a.fingerprint)
+    assert group.fabric == "192.168.7.1"
+    assert group.nodes == (node.parts.node.node_id, A)
 
 
-def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
+@at_node(machine=LAN[""])
+async def test_the_owner_forms_exactly_the_ranks_that_are_assigned(node: Node, weights: ModelSource) -> None:
     """In their order, over their fabric and in their split, though one Mac alone would do."""
-    machines = dict(zip(("", A, B), (each.machine for each in on_lan([mac(0), mac(1), mac(2)])), strict=True))
-
-    async def story(node: Node) -> None:
-        here, a = node.parts.node.node_id, node.meet(A)
-        follows(node, weights, machines, a, node.meet(B))
-        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, B, A), RING_ETHERNET, (2, 1, 1)))
-        form = GroupForm("tiny", (here, B, A), RING_ETHERNET, (2, 1, 1))
-        assert node.group.controller.form() == (form, "")
-        group, supervisor = begun(node), node.group.supervisor
-        assert (supervisor.status.in_epoch, supervisor.has_ranks) == (True, False), "it counts at once"
-        assert (group.nodes, group.kind, group.split) == ((here, B, A), RING_ETHERNET, (2, 1, 1))
-        assert (group.backend, group.fabric) == ("ring", "192.168.7.1")
-        node.group.scope.broadcast()
-        told = a.heard(Serving)[-1]
-        assert (told.participants, told.kind) == ((here, B, A), RING_ETHERNET)
-        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
-        assert node.group.controller.form() == (None, "tiny has enough other groups")
-
-    play(tmp_path, member, story, machine=machines[""])
+    here, a = node.parts.node.node_id, node.meet(A)
+    follows(node, weights, LAN, a, node.meet(B))
+    node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, B, A), RING_ETHERNET, (2, 1, 1)))
+    form = GroupForm("tiny", (here, B, A), RING_ETHERNET, (2, 1, 1))
+    assert node.group.controller.form() == (form, "")
+    group, supervisor = begun(node), node.group.supervisor
+    assert (supervisor.status.in_epoch, supervisor.has_ranks) == (True, False), "it counts at once"
+    assert (group.nodes, group.kind, group.split) == ((here, B, A), RING_ETHERNET, (2, 1, 1))
+    assert (group.backend, group.fabric) == ("ring", "192.168.7.1")
+    node.group.scope.broadcast()
+    told = a.heard(Serving)[-1]
+    assert (told.participants, told.kind) == ((here, B, A), RING_ETHERNET)
+    node.obey(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
+    assert node.group.controller.form() == (None, "tiny has enough other groups")
 
 
 @pytest.mark.parametrize(
@@ -137,45 +130,37 @@ def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
         (RING_ETHERNET, "studio – mac-a (no IPv4 network in common)"),
     ],
 )
-def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
-    tmp_path: Path, member: Member, weights: ModelSource, kind: str, why: str
+@at_node(machine=desk()[""])
+async def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
+    node: Node, weights: ModelSource, kind: str, why: str
 ) -> None:
-    there = desk()
-
-    async def story(node: Node) -> None:
-        here, a = node.parts.node.node_id, node.meet(A)
-        follows(node, weights, {}, a)
-        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, A), kind))
-        plan = awaited(node.group)
-        node.tick()
-        assert node.group.waiting == "mac-a has not reported its machine"
-        node.hear(a, replace(there[A], interfaces=(), ports=()))
-        node.tick()
-        assert why in node.group.waiting
-        assert (plan.done(), node.group.scope.plan) == (False, None)
-        node.group.scope.broadcast()
-        told = a.heard(Serving)[-1]
-        assert (told.reason, told.participants) == (node.group.waiting, ())
-        node.hear(a, there[A])
-        assert begun(node).nodes == (here, A)
-
-    play(tmp_path, member, story, machine=there[""])
+    here, a = node.parts.node.node_id, node.meet(A)
+    follows(node, weights, {}, a)
+    node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, A), kind))
+    plan = awaited(node.group)
+    node.tick()
+    assert node.group.waiting == "mac-a has not reported its machine"
+    node.hear(a, replace(desk()[A], interfaces=(), ports=()))
+    node.tick()
+    assert why in node.group.waiting
+    assert (plan.done(), node.group.scope.plan) == (False, None)
+    node.group.scope.broadcast()
+    told = a.heard(Serving)[-1]
+    assert (told.reason, told.participants) == (node.group.waiting, ())
+    node.hear(a, desk()[A])
+    assert begun(node).nodes == (here, A)
 
 
-def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=desk()[""], nodes="2")
+async def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
+    node: Node, weights: ModelSource
 ) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        a.local = "192.168.7.1"
-        node.lead(weights, machines)
-        group = formed(node, a)
-        cable = next(each.address for each in machines[""].interfaces if each.kind == "thunderbolt")
-        assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1")
-
-    play(tmp_path, member, story, machine=machines[""], nodes="2")
+    a = node.meet(A)
+    a.local = "192.168.7.1"
+    node.lead(weights, desk())
+    group = formed(node, a)
+    cable = next(each.address for each in desk()[""].interfaces if each.kind == "thunderbolt")
+    assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1")
 
 
 @pytest.mark.parametrize(
@@ -191,125 +176,103 @@ def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
         (ModelStatus("other", FINGERPRINT, ""), "it has not yet reported whether it has the model"),
     ],
 )
-def test_who_lacks_the_model_is_left_out_and_named(
-    tmp_path: Path, member: Member, weights: ModelSource, status: ModelStatus, words: str
+@at_desk(nodes="all")
+async def test_who_lacks_the_model_is_left_out_and_named(
+    node: Node, a: FakeLink, status: ModelStatus, words: str
 ) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, machines)
-        assert node.group.scope.assignment.ranks == (node.parts.node.node_id, A)
-        before = ModelStatus("tiny", FINGERPRINT, "")
-        node.no_longer(a, before)
-        node.hear(a, status)
-        node.live(a)
-        assert node.group.scope.assignment.ranks == (node.parts.node.node_id,)
-        node.parts.node.desired.serve("tiny", nodes="2")
-        node.live(a)
-        assert node.group.waiting.startswith(f"mac-a is left out: {words}; ")
-        assert "needs 2 nodes, 1 of the 2 here can" in node.group.waiting
-
-    play(tmp_path, member, story, machine=machines[""], nodes="all")
+    assert node.group.scope.assignment.ranks == (node.parts.node.node_id, A)
+    before = ModelStatus("tiny", FINGERPRINT, "")
+    node.no_longer(a, before)
+    node.hear(a, status)
+    node.live(a)
+    assert node.group.scope.assignment.ranks == (node.parts.node.node_id,)
+    node.parts.node.desired.serve("tiny", nodes="2")
+    node.live(a)
+    assert node.group.waiting.startswith(f"mac-a is left out: {words}; ")
+    assert "needs 2 nodes, 1 of the 2 here can" in node.group.waiting
 
 
-def test_who_has_another_revision_is_left_out_and_told_what_to_do(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=desk()[""])
+async def test_who_has_another_revision_is_left_out_and_told_what_to_do(
+    node: Node, tmp_path: Path, weights: ModelSource
 ) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, machines)
-        node.parts.node.desired.serve("org/one", replace=True, nodes="2")
-        model = node.group.scope.model
-        model.path = tmp_path / ("c" * 40)
-        model.path.symlink_to(weights.path)
-        for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
-            node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
-            node.live(a)
-            words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
-            assert node.group.waiting.startswith(words) is left_out
-
-    play(tmp_path, member, story, machine=machines[""])
+    a = node.meet(A)
+    node.lead(weights, desk())
+    node.parts.node.desired.serve("org/one", replace=True, nodes="2")
+    model = node.group.scope.model
+    model.path = tmp_path / ("c" * 40)
+    model.path.symlink_to(weights.path)
+    for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
+        node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
+        node.live(a)
+        words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
+        assert node.group.waiting.startswith(words) is left_out
 
 
-def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_next_epoch(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_leader()
+async def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_next_epoch(
+    node: Node, a: FakeLink
 ) -> None:
     """That of other groups is held too, and not free."""
+    mine, other = node.group.scope, node.parts.groups.known("other#0").scope
 
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights)
-        mine, other = node.group.scope, node.parts.groups.known("other#0").scope
+    def held(node_id: str) -> int:
+        """Of the memory there, as the placement of this group sees it."""
+        members = node.parts.machines.members(held_bytes=mine.held_bytes)
+        return next(each.held_bytes >> 30 for each in members if each.node_id == node_id)
 
-        def held(node_id: str) -> int:
-            """Of the memory there, as the placement of this group sees it."""
-            members = node.parts.machines.members(held_bytes=mine.held_bytes)
-            return next(each.held_bytes >> 30 for each in members if each.node_id == node_id)
-
-        node.hear(a, serving("ring", A, B))
-        assert mine.held_bytes(A) == 0
-        node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other#0"))
-        assert (other.held_bytes(A) >> 30, mine.held_bytes(A)) == (2, 0)
-        assert held(A) == 0
-        node.no_longer(a, replace(serving("ring", A), group="other#0"))
-        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
-        assert [mine.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
-        assert held(A) == 3
-
-    play(tmp_path, member, story)
+    node.hear(a, serving("ring", A, B))
+    assert mine.held_bytes(A) == 0
+    node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other#0"))
+    assert (other.held_bytes(A) >> 30, mine.held_bytes(A)) == (2, 0)
+    assert held(A) == 0
+    node.no_longer(a, replace(serving("ring", A), group="other#0"))
+    node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
+    assert [mine.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
+    assert held(A) == 3
 
 
-def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
-        pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
-        status = node.group.supervisor.status
-        status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
-        assert [node.group.scope.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
-        status.ranks = None
-        assert node.group.scope.held_bytes(A) == 0
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(node: Node) -> None:
+    group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
+    pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
+    status = node.group.supervisor.status
+    status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
+    assert [node.group.scope.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+    status.ranks = None
+    assert node.group.scope.held_bytes(A) == 0
 
 
-def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=desk()[""], nodes="2")
+async def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
+    node: Node, weights: ModelSource
 ) -> None:
-    machines = desk()
 
-    async def story(node: Node) -> None:
-        def told() -> tuple[object, ...]:
-            found = node.group.scope.serving()
-            assert found is not None
-            return found.state, found.context, found.vocabulary, found.eos, found.held_mib
+    def told() -> tuple[object, ...]:
+        found = node.group.scope.serving()
+        return found.state, found.context, found.vocabulary, found.eos, found.held_mib
 
-        a = node.meet(A)
-        node.lead(weights, machines)
-        group, supervisor = begun(node, a), node.group.supervisor
-        supervisor.info = replace(MODEL, context=4096, vocabulary=512, eos=(1,))
-        pongs = {rank: SimpleNamespace(stats=RankStats(memory_bytes=(rank + 1) << 20)) for rank in (0, 1)}
-        supervisor.status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
-        assert told() == ("restarting", 0, 0, (), ()), "its ranks are about to start"
-        supervisor._current = cast(Any, SimpleNamespace())
-        supervisor.status.enter(ServingState.LOADING)
-        assert told() == ("loading", 4096, 512, (1,), ())
-        supervisor.status.enter(ServingState.READY)
-        assert told() == ("ready", 4096, 512, (1,), (1, 2))
-        supervisor.status.ranks = supervisor._current = None
-        over(node)
-        assert told() == ("idle", 0, 0, (), ())
-        status = supervisor.status
-        status.resting, status.state = True, ServingState.FAILED
-        for error, broken in ((ModelError("torn"), True), (GroupError("gone"), False)):
-            status.reason = error
-            found = node.group.scope.serving()
-            assert found is not None
-            assert (found.state, found.reason, found.broken) == ("failed", error.detail, broken)
-
-    play(tmp_path, member, story, machine=machines[""], nodes="2")
+    a = node.meet(A)
+    node.lead(weights, desk())
+    group, supervisor = begun(node, a), node.group.supervisor
+    supervisor.info = replace(MODEL, context=4096, vocabulary=512, eos=(1,))
+    pongs = {rank: SimpleNamespace(stats=RankStats(memory_bytes=(rank + 1) << 20)) for rank in (0, 1)}
+    supervisor.status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
+    assert told() == ("restarting", 0, 0, (), ()), "its ranks are about to start"
+    supervisor._current = cast(Any, SimpleNamespace())
+    supervisor.status.enter(ServingState.LOADING)
+    assert told() == ("loading", 4096, 512, (1,), ())
+    supervisor.status.enter(ServingState.READY)
+    assert told() == ("ready", 4096, 512, (1,), (1, 2))
+    supervisor.status.ranks = supervisor._current = None
+    over(node)
+    assert told() == ("idle", 0, 0, (), ())
+    status = supervisor.status
+    status.resting, status.state = True, ServingState.FAILED
+    for error, broken in ((ModelError("torn"), True), (GroupError("gone"), False)):
+        status.reason = error
+        found = node.group.scope.serving()
+        assert (found.state, found.reason, found.broken) == ("failed", error.detail, broken)
 
 
 @pytest.mark.parametrize(
@@ -323,77 +286,65 @@ def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
         ({"group": "other#0"}, {}),
     ],
 )
-def test_epochs_that_others_report_count_if_they_are_their_own_and_ready(
-    tmp_path: Path, member: Member, changes: Mapping[str, Any], counted: Mapping[str, int]
+@at_node()
+async def test_epochs_that_others_report_count_if_they_are_their_own_and_ready(
+    node: Node, changes: Mapping[str, Any], counted: Mapping[str, int]
 ) -> None:
-    async def story(node: Node) -> None:
-        node.hear(node.meet(A), replace(serving("ring", A, B), **changes))
-        assert node.parts.groups.known(GROUP).scope.others() == counted
-
-    play(tmp_path, member, story)
+    node.hear(node.meet(A), replace(serving("ring", A, B), **changes))
+    assert node.parts.groups.known(GROUP).scope.others() == counted
 
 
-def test_a_group_that_failed_before_and_is_formed_again_has_no_other_place(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=desk(cables=False)[""])
+async def test_a_group_that_failed_before_and_is_formed_again_has_no_other_place(
+    node: Node, weights: ModelSource
 ) -> None:
-    machines = desk(cables=False)
-
-    async def story(node: Node) -> None:
-        follows(node, weights, machines, a := node.meet(A))
-        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (node.parts.node.node_id, A), RING_ETHERNET))
-        controller, remote = node.group.controller, node.group.controller._remote
-        for another in (True, False):
-            begun(node).endpoints(cast(Any, None))
-            assert [node_id for node_id, _ in remote.by_epoch] == [A]
-            assert controller.failed(GroupError("a sum is wrong", Code.PROOF_FAILED), formed=True) is another
-            controller._let_go()
-            assert remote.by_epoch == {}
-            over(node)
-
-    play(tmp_path, member, story, machine=machines[""])
+    follows(node, weights, desk(cables=False), a := node.meet(A))
+    node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (node.parts.node.node_id, A), RING_ETHERNET))
+    controller, remote = node.group.controller, node.group.controller._remote
+    for another in (True, False):
+        begun(node).endpoints(cast(Any, None))
+        assert [node_id for node_id, _ in remote.by_epoch] == [A]
+        assert controller.failed(GroupError("a sum is wrong", Code.PROOF_FAILED), formed=True) is another
+        controller._let_go()
+        assert remote.by_epoch == {}
+        over(node)
 
 
-def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Member) -> None:
+@at_node()
+async def test_all_are_told_both_ends_of_the_control_links(node: Node) -> None:
     """Link-local addresses count where they are these two."""
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        a.local, a.remote = "169.254.31.7", "169.254.88.10"
-        b = node.meet(B)
-        ends = ("127.0.0.1 127.0.0.1", "169.254.31.7 169.254.88.10")
-        assert b.heard(Machine)[-1].reached == ends
-        assert node.parts.node.links.reports.of(Machine)[node.parts.node.node_id].reached == ends
-        a.close()
-        assert b.heard(Machine)[-1].reached == ends[:1]
-
-    play(tmp_path, member, story)
+    a = node.meet(A)
+    a.local, a.remote = "169.254.31.7", "169.254.88.10"
+    b = node.meet(B)
+    ends = ("127.0.0.1 127.0.0.1", "169.254.31.7 169.254.88.10")
+    assert b.heard(Machine)[-1].reached == ends
+    assert node.parts.node.links.reports.of(Machine)[node.parts.node.node_id].reached == ends
+    a.close()
+    assert b.heard(Machine)[-1].reached == ends[:1]
 
 
 @pytest.mark.parametrize(("backend", "looks"), [("jaccl", 1), ("ring", 0)])
-def test_ports_are_read_again_after_a_group_over_jaccl(
-    tmp_path: Path, member: Member, weights: ModelSource, backend: str, looks: int
+@at_node()
+async def test_ports_are_read_again_after_a_group_over_jaccl(
+    node: Node, weights: ModelSource, backend: str, looks: int
 ) -> None:
     """With a cable out JACCL forms all the same, and hangs."""
+    controller, looked = node.group.controller, []
 
-    async def story(node: Node) -> None:
-        controller, looked = node.group.controller, []
+    async def look(nodes: tuple[str, ...]) -> None:
+        looked.append((node.group.scope.plan, nodes))
+        assert node.group.scope.running() is None
 
-        async def look(nodes: tuple[str, ...]) -> None:
-            looked.append((node.group.scope.plan, nodes))
-            assert node.group.scope.running() is None
-
-        node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
-        ranks = (node.parts.node.node_id, A, B)
-        order = FormEpoch(1, GroupForm("tiny", ranks), ("", "", ""))
-        wired = Candidate(RING_ETHERNET, 3, backend=backend)
-        mine = node.group.scope.plan = EpochPlan(order, weights, EpochGroup(1, 3, backend), wired)
-        node.group.scope.serving = lambda: None  # type: ignore[method-assign]
-        await asyncio.wait({planning := asyncio.ensure_future(controller.next_plan())}, timeout=0.01)
-        planning.cancel()
-        assert looked == [(mine, ranks)] * looks
-        assert node.group.scope.plan is None
-
-    play(tmp_path, member, story)
+    node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
+    ranks = (node.parts.node.node_id, A, B)
+    order = FormEpoch(1, GroupForm("tiny", ranks), ("", "", ""))
+    wired = Candidate(RING_ETHERNET, 3, backend=backend)
+    mine = node.group.scope.plan = EpochPlan(order, weights, EpochGroup(1, 3, backend), wired)
+    node.group.scope.serving = lambda: None  # type: ignore[method-assign]
+    await asyncio.wait({planning := asyncio.ensure_future(controller.next_plan())}, timeout=0.01)
+    planning.cancel()
+    assert looked == [(mine, ranks)] * looks
+    assert node.group.scope.plan is None
 
 
 def serving(backend: str, *participants: str) -> Serving:
@@ -418,84 +369,69 @@ def test_the_log_of_an_epoch_says_how_its_ranks_work_together(group: EpochGroup,
     assert _joined(group) == words
 
 
-def test_why_nothing_is_served_is_logged_once_with_the_way_out(
-    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+@at_node(nodes="2")
+async def test_why_nothing_is_served_is_logged_once_with_the_way_out(
+    node: Node, weights: ModelSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lines() -> list[str]:
         return [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
 
-    async def story(node: Node) -> None:
-        node.lead(weights)
-        awaited(node.group)
-        node.live()
-        why = node.group.waiting
-        assert why == (
-            "tensor parallel of 2: needs 2 nodes, 1 is here; "
-            "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
-        )
-        assert lines() == [f"tiny is not served: {why}"]
-        node.live()
-        assert len(lines()) == 1, "it is still so"
-        node.parts.node.desired.serve("tiny", nodes="auto")
-        node.live()
-        assert node.group.waiting == ""
-        assert len(lines()) == 1
-
-    with caplog.at_level("INFO"):
-        play(tmp_path, member, story, nodes="2")
+    caplog.set_level("INFO")
+    node.lead(weights)
+    awaited(node.group)
+    node.live()
+    why = node.group.waiting
+    assert why == (
+        "tensor parallel of 2: needs 2 nodes, 1 is here; "
+        "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
+    )
+    assert lines() == [f"tiny is not served: {why}"]
+    node.live()
+    assert len(lines()) == 1, "it is still so"
+    node.parts.node.desired.serve("tiny", nodes="auto")
+    node.live()
+    assert node.group.waiting == ""
+    assert len(lines()) == 1
 
 
-def test_what_no_number_of_macs_can_serve_names_no_way_out(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=replace(MACHINE, memory_bytes=1 << 20, free_bytes=1 << 20), nodes="2")
+async def test_what_no_number_of_macs_can_serve_names_no_way_out(node: Node, weights: ModelSource) -> None:
+    node.lead(weights)
+    assert "needs 2 nodes" in node.group.waiting
+    assert "--nodes auto" not in node.group.waiting
+
+
+@at_node(machine=desk()[""])
+async def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(
+    node: Node, weights: ModelSource
 ) -> None:
-    async def story(node: Node) -> None:
-        node.lead(weights)
-        assert "needs 2 nodes" in node.group.waiting
-        assert "--nodes auto" not in node.group.waiting
-
-    small = replace(MACHINE, memory_bytes=1 << 20, free_bytes=1 << 20)
-    play(tmp_path, member, story, machine=small, nodes="2")
-
-
-def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        node.lead(weights, machines)
-        a = node.meet(A)
-        node.hear(a, machines[A])
-        node.parts.node.desired.serve("other", replace=True)
-        group = node.group
-        for _ in range(int(TELL_S / 0.5) - 2):
-            node.live_once(a)
-        why = "mac-a has not yet reported whether it has the model"
-        assert (group.scope.assignment.owner, node.parts.coordinator.waiting) == ("", why)
-        for _ in range(4):
-            node.live_once(a)
-        assert group.scope.assignment.ranks == (node.parts.node.node_id,)
-
-    play(tmp_path, member, story, machine=machines[""])
-
-
-def test_an_owner_waits_a_moment_before_it_says_that_a_member_has_not_told_of_its_model(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        follows(node, weights, machines, a)
-        node.no_longer(a, ModelStatus("tiny", FINGERPRINT, ""))
-        node.hear_assigned(a, node.parts.node.node_id, A)
-        why = "mac-a cannot take part: it has not yet reported whether it has the model"
+    node.lead(weights, desk())
+    a = node.meet(A)
+    node.hear(a, desk()[A])
+    node.parts.node.desired.serve("other", replace=True)
+    group = node.group
+    for _ in range(int(TELL_S / 0.5) - 2):
         node.live_once(a)
-        assert (node.group.waiting, node.group.unplanned) == (why, "")
-        node.tick(TELL_S)
-        assert (node.group.waiting, node.group.unplanned) == (why, why)
+    why = "mac-a has not yet reported whether it has the model"
+    assert (group.scope.assignment.owner, node.parts.coordinator.waiting) == ("", why)
+    for _ in range(4):
+        node.live_once(a)
+    assert group.scope.assignment.ranks == (node.parts.node.node_id,)
 
-    play(tmp_path, member, story, machine=machines[""])
+
+@at_node(machine=desk()[""])
+async def test_an_owner_waits_a_moment_before_it_says_that_a_member_has_not_told_of_its_model(
+    node: Node, weights: ModelSource
+) -> None:
+    a = node.meet(A)
+    follows(node, weights, desk(), a)
+    node.no_longer(a, ModelStatus("tiny", FINGERPRINT, ""))
+    node.hear_assigned(a, node.parts.node.node_id, A)
+    why = "mac-a cannot take part: it has not yet reported whether it has the model"
+    node.live_once(a)
+    assert (node.group.waiting, node.group.unplanned) == (why, "")
+    node.tick(TELL_S)
+    assert (node.group.waiting, node.group.unplanned) == (why, why)
 
 
 def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> None:
@@ -514,19 +450,13 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     play(tmp_path / "home", member, story)
 
 
-def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        node.parts.node.desired.serve("org/model", replace=True, nodes="2")
-        node.hear(a, ModelStatus("org/model", "6" * 64, ""))
-        node.live(a)
-        words = "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets"
-        assert words in node.group.waiting
-
-    play(tmp_path, member, story, machine=desk()[""])
+@at_desk()
+async def test_files_of_the_hub_that_differ_are_repaired_by_a_command(node: Node, a: FakeLink) -> None:
+    node.parts.node.desired.serve("org/model", replace=True, nodes="2")
+    node.hear(a, ModelStatus("org/model", "6" * 64, ""))
+    node.live(a)
+    words = "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets"
+    assert words in node.group.waiting
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])
@@ -548,100 +478,59 @@ def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, membe
 # --- JACCL ------------------------------------------------------------------------------------------------
 
 
-def jaccl(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
-    play(tmp_path, member, story, machine=desk()[""], nodes="2", **changes)
-
-
-def test_two_macs_on_a_cable_use_it(tmp_path: Path, member: Member, weights: ModelSource) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        group = formed(node, a)
-        assert (group.backend, group.rdma) == ("jaccl", ("", "rdma_en2", "rdma_en2", ""))
-
-    jaccl(tmp_path, member, story)
+jaccl = partial(at_desk, nodes="2")
 
 
 NO_JACCL = GroupError("MLX on mac-a has no JACCL", Code.FORM_FAILED)
 
 
-def test_without_jaccl_on_one_mac_auto_takes_the_ring_and_says_so(
-    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("fabric", "then"), [("auto", "ring"), ("jaccl", "jaccl")])
+@jaccl("fabric")
+async def test_two_macs_use_their_cable_and_without_jaccl_on_one_auto_takes_the_ring(
+    node: Node, a: FakeLink, then: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        begun(node, a)
-        assert node.group.controller.failed(NO_JACCL, formed=False)
-        assert f"did not form: {NO_JACCL.detail}; it is left out for " in caplog.text
-        over(node)
-        assert formed(node, a).backend == "ring"
-
-    jaccl(tmp_path, member, story)
-
-
-def test_an_explicit_backend_never_falls_back(tmp_path: Path, member: Member, weights: ModelSource) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        begun(node, a)
-        assert node.group.controller.failed(NO_JACCL, formed=False)
-        over(node)
-        assert formed(node, a).backend == "jaccl"
-
-    jaccl(tmp_path, member, story, fabric="jaccl")
+    group = begun(node, a)
+    assert (group.backend, group.rdma) == ("jaccl", ("", "rdma_en2", "rdma_en2", ""))
+    assert node.group.controller.failed(NO_JACCL, formed=False)
+    assert f"did not form: {NO_JACCL.detail}; it is left out for " in caplog.text
+    over(node)
+    assert formed(node, a).backend == then, "an explicit backend never falls back"
 
 
 @pytest.mark.parametrize(("fabric", "backend"), [("auto", "ring"), ("jaccl", None)])
-def test_what_would_keep_jaccl_from_forming_is_said_before(
-    tmp_path: Path, member: Member, weights: ModelSource, fabric: str, backend: str | None
+@at_leader("fabric", machines=desk() | {A: replace(desk()[A], bridge_up=True)}, nodes="2")
+async def test_what_would_keep_jaccl_from_forming_is_said_before(
+    node: Node, a: FakeLink, backend: str | None
 ) -> None:
-    """A device that was named by hand for one end, and is missing at the other one."""
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        machines = desk()
-        there = machines[A]
-        machines[A] = replace(there, bridge_up=True)
-        node.lead(weights, machines)
-        if backend is None:
-            plan = awaited(node.group)
-            node.live(a)
-            assert not plan.done()
-            assert "bridge0" in node.group.waiting
-        else:
-            assert formed(node, a).backend == backend
-
-    jaccl(tmp_path, member, story, fabric=fabric)
+    if backend is not None:
+        assert formed(node, a).backend == backend
+        return
+    plan = awaited(node.group)
+    node.live(a)
+    assert not plan.done()
+    assert "bridge0" in node.group.waiting
 
 
 @pytest.mark.parametrize(("count", "left_s"), [(3, USED_UP_RETRY_S), (0, RETRY_S)])
-def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_is_told(
-    tmp_path: Path,
-    member: Member,
-    weights: ModelSource,
-    caplog: pytest.LogCaptureFixture,
-    count: int,
-    left_s: float,
+@at_node(machine=desk()[""], nodes="2")
+async def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_is_told(
+    node: Node, weights: ModelSource, caplog: pytest.LogCaptureFixture, count: int, left_s: float
 ) -> None:
     def after(machine: Machine) -> Machine:
         return replace(machine, ports=tuple(replace(port, formations=count) for port in machine.ports))
 
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, {name: after(each) for name, each in desk().items()})
-        assert begun(node, a).backend == "jaccl", "the count alone refuses nothing"
-        group = node.group
-        words = "mac-a: rank 1: jaccl did not form: [jaccl] Couldn't allocate protection domain"
-        assert group.controller.failed(GroupError(words, Code.FORM_FAILED), formed=False)
-        [(left_out, seconds)] = node.parts.machines.left_out()
-        assert seconds == pytest.approx(left_s, abs=60)
-        assert words in left_out.reason
-        assert words in caplog.text
-        over(node)
-        assert formed(node, a).backend == "ring"
-
-    jaccl(tmp_path, member, story)
+    a = node.meet(A)
+    node.lead(weights, {name: after(each) for name, each in desk().items()})
+    assert begun(node, a).backend == "jaccl", "the count alone refuses nothing"
+    group = node.group
+    words = "mac-a: rank 1: jaccl did not form: [jaccl] Couldn't allocate protection domain"
+    assert group.controller.failed(GroupError(words, Code.FORM_FAILED), formed=False)
+    [(left_out, seconds)] = node.parts.machines.left_out()
+    assert seconds == pytest.approx(left_s, abs=60)
+    assert words in left_out.reason
+    assert words in caplog.text
+    over(node)
+    assert formed(node, a).backend == "ring"
 
 
 CRASH = GroupError("mac-a: rank 1 was ended by signal 11 in phase prefill")
@@ -660,64 +549,48 @@ SLOW = GroupError("no progress in prefill for 31 s; no rank is behind: 0 at step
         ([(GroupError("rank 1 is full", Code.OUT_OF_MEMORY), 2, True)], [False]),
     ],
 )
-def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_ring_too(
-    tmp_path: Path,
-    member: Member,
-    weights: ModelSource,
-    ends: list[tuple[GroupError, int, bool]],
-    left_out: list[bool],
+@jaccl()
+async def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_ring_too(
+    node: Node, a: FakeLink, ends: list[tuple[GroupError, int, bool]], left_out: list[bool]
 ) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        begun(node, a)
-        group, died = node.group, node.group.controller.died
-        assert not group.controller.failed(SLOW, formed=True), "a first forward may be slow once"
-        found = [died(error, 5.0, strikes, last=last) for error, strikes, last in ends]
-        assert found == left_out
-        assert bool(node.parts.machines.left_out()) == left_out[-1]
-        if not left_out[-1]:
-            return
-        over(node)
-        assert begun(node, a).backend == "ring"
-        assert not died(GroupError("the group is replaced", Code.REPLANNED), 5.0, 0, last=False)
-        assert not died(CRASH, 5.0, 2, last=False)
-        assert node.parts.machines.left_out() == (), "the request was to blame"
-
-    jaccl(tmp_path, member, story)
+    begun(node, a)
+    group, died = node.group, node.group.controller.died
+    assert not group.controller.failed(SLOW, formed=True), "a first forward may be slow once"
+    found = [died(error, 5.0, strikes, last=last) for error, strikes, last in ends]
+    assert found == left_out
+    assert bool(node.parts.machines.left_out()) == left_out[-1]
+    if not left_out[-1]:
+        return
+    over(node)
+    assert begun(node, a).backend == "ring"
+    assert not died(GroupError("the group is replaced", Code.REPLANNED), 5.0, 0, last=False)
+    assert not died(CRASH, 5.0, 2, last=False)
+    assert node.parts.machines.left_out() == (), "the request was to blame"
 
 
-@pytest.mark.parametrize("name", ["mac-a", "aaaa", A])
-def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
-    tmp_path: Path, member: Member, weights: ModelSource, name: str
+@pytest.mark.parametrize("rdma", [(f"{at}=rdma_en7", f"studio/{at}=rdma_en9") for at in ("mac-a", "aaaa", A)])
+@jaccl("rdma")
+async def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
+    node: Node, a: FakeLink
 ) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        assert formed(node, a).rdma == ("", "rdma_en9", "rdma_en7", "")
-
-    jaccl(tmp_path, member, story, rdma=(f"{name}=rdma_en7", f"studio/{name}=rdma_en9"))
+    assert formed(node, a).rdma == ("", "rdma_en9", "rdma_en7", "")
 
 
-def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        for node_id in (A, B):
-            node.hear(node.meet(node_id), desk()[A])
-        node.parts.node.introduction.name = "aa"
-        found = node.parts.machines.devices_by_hand()
-        assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
-
-    jaccl(tmp_path, member, story, rdma=("aa=en3",))
+@at_node(machine=desk()[""], rdma=("aa=en3",))
+async def test_a_name_counts_more_than_the_beginning_of_an_id(node: Node) -> None:
+    for node_id in (A, B):
+        node.hear(node.meet(node_id), desk()[A])
+    node.parts.node.introduction.name = "aa"
+    found = node.parts.machines.devices_by_hand()
+    assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
 
 
-def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        for node_id in (A, B):
-            node.hear(node.meet(node_id), desk()[A])
-        found = node.parts.machines.devices_by_hand()
-        assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
-
-    jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
+@at_node(machine=desk()[""], rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
+async def test_a_device_may_be_for_one_cable_of_many(node: Node) -> None:
+    for node_id in (A, B):
+        node.hear(node.meet(node_id), desk()[A])
+    found = node.parts.machines.devices_by_hand()
+    assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
 
 # --- groups that failed ------------------------------------------------------------------------------------
@@ -727,102 +600,80 @@ def left_out(*links: FakeLink) -> list[list[LeftOutGroup]]:
     return [link.heard(LeftOutGroup) for link in links]
 
 
-def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_change(
-    tmp_path: Path, member: Member, weights: ModelSource
+@at_node(machine=desk()[""], nodes="2")
+async def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_change(
+    node: Node, weights: ModelSource
 ) -> None:
-    async def story(node: Node) -> None:
-        a, b = node.meet(A), node.meet(B)
-        node.lead(weights, desk())
-        group, mine = begun(node, a, b), node.group.scope.plan
-        assert group.backend == "jaccl"
-        assert mine is not None
-        assert node.group.controller.failed(GroupError("no address", Code.FORM_FAILED), formed=False)
-        cable = " ".join((*sorted(mine.order.form.ranks), *("rdma_en2",) * 2))
-        told = LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False)
-        assert left_out(a, b) == [[told]] * 2
-        b.close()
-        assert left_out(node.meet(B, "again")) == [[told]]
-        [row] = node.parts.node.desired.table.live()
-        [failed] = node.parts.machines.options(row, "tiny").failed
-        assert failed == node.parts.machines.left_out()[0][0]
-        node.hear(a, replace(desk()[A], release="26.3"))
-        node.tick()
-        assert a.ended(LeftOutGroup) == left_out(a)[0][-1:]
-        assert node.parts.machines.options(row, "tiny").failed == ()
-
-    jaccl(tmp_path, member, story)
+    a, b = node.meet(A), node.meet(B)
+    node.lead(weights, desk())
+    group, mine = begun(node, a, b), node.group.scope.plan
+    assert group.backend == "jaccl"
+    assert node.group.controller.failed(GroupError("no address", Code.FORM_FAILED), formed=False)
+    cable = " ".join((*sorted(mine.order.form.ranks), *("rdma_en2",) * 2))
+    told = LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False)
+    assert left_out(a, b) == [[told]] * 2
+    b.close()
+    assert left_out(node.meet(B, "again")) == [[told]]
+    [row] = node.parts.node.desired.table.live()
+    [failed] = node.parts.machines.options(row, "tiny").failed
+    assert failed == node.parts.machines.left_out()[0][0]
+    node.hear(a, replace(desk()[A], release="26.3"))
+    node.tick()
+    assert a.ended(LeftOutGroup) == left_out(a)[0][-1:]
+    assert node.parts.machines.options(row, "tiny").failed == ()
 
 
 # --- what others are told ---------------------------------------------------------------------------------
 
 
-def test_what_is_told_of_a_group_from_its_forming_to_its_end(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        awaited(node.group)
-        node.live(a)
-        first = next(serving for serving in a.heard(Serving) if serving.participants)
-        assert first.participants == (node.parts.node.node_id, A)
-        assert first.state != "ready"
-        told = len(a.heard(Serving))
-        cast(Any, node.group.controller)._let_go()
-        [over] = a.heard(Serving)[told:]
-        assert (over.state, over.participants, over.group, over.deployment) == ("idle", (), GROUP, "tiny")
-        assert (first.group, first.deployment) == (GROUP, "tiny")
-        node.parts.node.desired.unload("tiny")
-        node.tick()
-        node.tick()
-        assert a.ended(Serving) == a.heard(Serving)[-1:]
-
-    jaccl(tmp_path, member, story)
+@jaccl()
+async def test_what_is_told_of_a_group_from_its_forming_to_its_end(node: Node, a: FakeLink) -> None:
+    awaited(node.group)
+    node.live(a)
+    first = next(serving for serving in a.heard(Serving) if serving.participants)
+    assert first.participants == (node.parts.node.node_id, A)
+    assert first.state != "ready"
+    told = len(a.heard(Serving))
+    cast(Any, node.group.controller)._let_go()
+    [over] = a.heard(Serving)[told:]
+    assert (over.state, over.participants, over.group, over.deployment) == ("idle", (), GROUP, "tiny")
+    assert (first.group, first.deployment) == (GROUP, "tiny")
+    node.parts.node.desired.unload("tiny")
+    node.tick()
+    node.tick()
+    assert a.ended(Serving) == a.heard(Serving)[-1:]
 
 
-def test_an_epoch_goes_on_for_requests_of_the_same_model(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
+@jaccl()
+async def test_an_epoch_goes_on_for_requests_of_the_same_model(node: Node, a: FakeLink) -> None:
     """A person on the other side of a partition pinned it."""
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        awaited(node.group)
-        node.live(a)
-        first, desired = a.heard(Serving)[-1], node.parts.node.desired
-        assert first.participants
-        desired.serve("tiny", keep_s=KEEP_S)
-        node.live(a)
-        version = desired.table.newest
-        assert a.heard(Serving)[-1] == replace(first, desired=version)
-        assert version > first.desired
-        node.hear(a, *only(version + 2, A, "tiny", node.parts.node.settings.nodes).messages())
-        node.live(a)
-        assert a.heard(Serving)[-1] == replace(first, desired=version + 2)
-
-    jaccl(tmp_path, member, story)
+    awaited(node.group)
+    node.live(a)
+    first, desired = a.heard(Serving)[-1], node.parts.node.desired
+    assert first.participants
+    desired.serve("tiny", keep_s=KEEP_S)
+    node.live(a)
+    version = desired.table.newest
+    assert a.heard(Serving)[-1] == replace(first, desired=version)
+    assert version > first.desired
+    node.hear(a, *only(version + 2, A, "tiny", node.parts.node.settings.nodes).messages())
+    node.live(a)
+    assert a.heard(Serving)[-1] == replace(first, desired=version + 2)
 
 
-def test_words_about_another_epoch_reach_no_seat(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        group = formed(node, a)
-        reports: list[Any] = []
-        watcher = cast(Any, type("Ranks", (), {"report": lambda _, each: reports.append(each)})())
-        [seat] = group.endpoints(watcher)
-        node.hear(a, RankTrouble(cast(Any, seat).epoch + 1, 1, Code.RANK_LOST, "not this one", True))
-        b = node.meet(B)
-        node.hear(b, RankTrouble(cast(Any, seat).epoch, 1, Code.RANK_LOST, "not its rank", True))
-        b.close()
-        assert reports == []
-        node.hear(a, RankTrouble(cast(Any, seat).epoch, 1, Code.OUT_OF_MEMORY, "no room", False))
-        assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
-
-    jaccl(tmp_path, member, story)
+@jaccl()
+async def test_words_about_another_epoch_reach_no_seat(node: Node, a: FakeLink) -> None:
+    group = formed(node, a)
+    reports: list[Any] = []
+    watcher = cast(Any, type("Ranks", (), {"report": lambda _, each: reports.append(each)})())
+    [seat] = group.endpoints(watcher)
+    node.hear(a, RankTrouble(cast(Any, seat).epoch + 1, 1, Code.RANK_LOST, "not this one", True))
+    b = node.meet(B)
+    node.hear(b, RankTrouble(cast(Any, seat).epoch, 1, Code.RANK_LOST, "not its rank", True))
+    b.close()
+    assert reports == []
+    node.hear(a, RankTrouble(cast(Any, seat).epoch, 1, Code.OUT_OF_MEMORY, "no room", False))
+    assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
 
 
 def running(node: Node, link: FakeLink) -> ProcessGroup:
@@ -838,26 +689,19 @@ def running(node: Node, link: FakeLink) -> ProcessGroup:
 
 
 @pytest.mark.parametrize("sign", ["its link ends", "its agent is back"])
-def test_a_lost_mac_reaches_the_epoch_as_one_report(
-    tmp_path: Path, member: Member, weights: ModelSource, sign: str
-) -> None:
+@jaccl()
+async def test_a_lost_mac_reaches_the_epoch_as_one_report(node: Node, a: FakeLink, sign: str) -> None:
     """The next rounds notice the same loss again."""
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        ranks = running(node, a)
-        if sign == "its link ends":
-            a.close()
-        else:
-            node.meet(A, "another boot")
-        how = {"its link ends": "its link broke", "its agent is back": "its agent was restarted"}[sign]
-        words = f"epoch {ranks.epoch} lost mac-a (rank 1): {how}"
-        for _ in range(3):
-            node.tick()
-        assert [(each.rank, each.error.detail) for each in ranks.watch.reports] == [(1, words)]
-        assert ranks.watch.reports[0].error.code is Code.RANK_LOST
-        error = await ranks.failed
-        assert error.detail.endswith(words)
-
-    jaccl(tmp_path, member, story)
+    ranks = running(node, a)
+    if sign == "its link ends":
+        a.close()
+    else:
+        node.meet(A, "another boot")
+    how = {"its link ends": "its link broke", "its agent is back": "its agent was restarted"}[sign]
+    words = f"epoch {ranks.epoch} lost mac-a (rank 1): {how}"
+    for _ in range(3):
+        node.tick()
+    assert [(each.rank, each.error.detail) for each in ranks.watch.reports] == [(1, words)]
+    assert ranks.watch.reports[0].error.code is Code.RANK_LOST
+    error = await ranks.failed
+    assert error.detail.endswith(words)

@@ -7,7 +7,7 @@ import json
 import logging
 import stat
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from mlxtp.errors import UserError
 from mlxtp.groups import fabric as fabric_module
 from mlxtp.groups.fabric import FILE, FabricBench, measure, row_bytes
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.measurements import to_text
 from mlxtp.verbs import BenchFabric, PresentMachines
@@ -30,14 +29,13 @@ from mlxtp.wire.cluster_messages import (
     FabricAnswer,
     FabricResult,
     FabricWanted,
-    Machine,
     Serving,
 )
 from mlxtp.wire.messages import CollectivesTimed
 
-from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import CLOCK, GROUP, A, B, Node, awaited, play
+from .one_node import CLOCK, GROUP, A, B, FakeLink, Node, at_node, awaited, play
+from .test_controller import jaccl
 
 RESULT = FabricResult(
     (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
@@ -110,36 +108,35 @@ def test_the_row_of_a_model(tmp_path: Path) -> None:
 # --- who measures -----------------------------------------------------------------------------------------
 
 
-def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        fabric = node.parts.fabric_bench
-        a, b = node.meet(A), node.meet(B)
-        node.hear(a, serving(A, B, state="loading"))
-        with pytest.raises(UserError, match="no group serves right now"):
-            await fabric.bench()
-        node.hear(b, serving(B, A))
-        asking = asyncio.ensure_future(fabric.bench())
-        await asyncio.sleep(0)
-        [wanted] = b.heard(FabricWanted)
-        assert a.heard(FabricWanted) == []
-        node.hear(a, replace(RESULT, at=7), FabricAnswer(wanted.nonce, ""))  # not who was asked
-        node.hear(b, FabricAnswer(bytes(16), ""))  # not what was asked
-        await asyncio.sleep(0)
-        assert not asking.done()
-        answer = FabricAnswer(wanted.nonce, "", (RESULT,))
-        node.hear(b, RESULT, answer, answer)
-        assert await asking == RESULT
-        assert node.parts.results.results == (RESULT,)
-        kept = tmp_path / FILE
-        await node.parts.results.flush()
-        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-        assert json.loads(kept.read_text())["results"][0]["collective_s"] == 0.25
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(node: Node, tmp_path: Path) -> None:
+    fabric = node.parts.fabric_bench
+    a, b = node.meet(A), node.meet(B)
+    node.hear(a, serving(A, B, state="loading"))
+    with pytest.raises(UserError, match="no group serves right now"):
+        await fabric.bench()
+    node.hear(b, serving(B, A))
+    asking = asyncio.ensure_future(fabric.bench())
+    await asyncio.sleep(0)
+    [wanted] = b.heard(FabricWanted)
+    assert a.heard(FabricWanted) == []
+    node.hear(a, replace(RESULT, at=7), FabricAnswer(wanted.nonce, ""))  # not who was asked
+    node.hear(b, FabricAnswer(bytes(16), ""))  # not what was asked
+    await asyncio.sleep(0)
+    assert not asking.done()
+    answer = FabricAnswer(wanted.nonce, "", (RESULT,))
+    node.hear(b, RESULT, answer, answer)
+    assert await asking == RESULT
+    assert node.parts.results.results == (RESULT,)
+    kept = tmp_path / FILE
+    await node.parts.results.flush()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert json.loads(kept.read_text())["results"][0]["collective_s"] == 0.25
 
 
-def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_the_end(
-    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+@at_node()
+async def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_the_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
 
@@ -148,92 +145,79 @@ def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_
         written.append(data.decode())
 
     monkeypatch.setattr(fabric_module, "write_private", write)
-
-    async def story(node: Node) -> None:
-        a, rounds, now = node.meet(A), node.parts.node.rounds, CLOCK.now
-        for at in range(1, 100):
-            node.hear(a, replace(RESULT, at=at))
-            rounds.due(now + at / 100)
-            await asyncio.sleep(0.002)
-        assert len(written) <= 2
-        await node.parts.fabric_bench.close()
-        assert '"at": 99' in written[-1]
-
-    play(tmp_path, member, story)
+    a, rounds, now = node.meet(A), node.parts.node.rounds, CLOCK.now
+    for at in range(1, 100):
+        node.hear(a, replace(RESULT, at=at))
+        rounds.due(now + at / 100)
+        await asyncio.sleep(0.002)
+    assert len(written) <= 2
+    await node.parts.fabric_bench.close()
+    assert '"at": 99' in written[-1]
 
 
-def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        fabric, a = node.parts.fabric_bench, node.meet(A)
-        node.hear(a, serving(A, B))
-        for answer, words in (
-            (FabricAnswer, "3 requests are open"),
-            (None, "mac-a went while it measured"),
-        ):
-            asking = asyncio.ensure_future(fabric.bench())
-            await asyncio.sleep(0)
-            if answer is None:
-                a.close()
-            else:
-                node.hear(a, answer(a.heard(FabricWanted)[-1].nonce, words))
-            with pytest.raises(UserError, match=words):
-                await asking
-        assert node.parts.node.links._open == {}
-        assert node.parts.results.results == ()
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_what_keeps_it_from_measuring_is_passed_on(node: Node) -> None:
+    fabric, a = node.parts.fabric_bench, node.meet(A)
+    node.hear(a, serving(A, B))
+    for answer, words in (
+        (FabricAnswer, "3 requests are open"),
+        (None, "mac-a went while it measured"),
+    ):
+        asking = asyncio.ensure_future(fabric.bench())
+        await asyncio.sleep(0)
+        if answer is None:
+            a.close()
+        else:
+            node.hear(a, answer(a.heard(FabricWanted)[-1].nonce, words))
+        with pytest.raises(UserError, match=words):
+            await asking
+    assert node.parts.node.links._open == {}
+    assert node.parts.results.results == ()
 
 
-def test_an_agent_without_rank_0_says_so_and_asks_no_other(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        a, b = node.meet(A), node.meet(B)
-        node.hear(b, serving(B, A))
-        node.hear(a, FabricWanted(b"n" * 16))
-        await asyncio.gather(*node.parts.fabric_bench._background.tasks)
-        [answer] = a.heard(FabricAnswer)
-        assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
-        assert b.heard(FabricWanted) == []
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_an_agent_without_rank_0_says_so_and_asks_no_other(node: Node) -> None:
+    a, b = node.meet(A), node.meet(B)
+    node.hear(b, serving(B, A))
+    node.hear(a, FabricWanted(b"n" * 16))
+    await asyncio.gather(*node.parts.fabric_bench._background.tasks)
+    [answer] = a.heard(FabricAnswer)
+    assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
+    assert b.heard(FabricWanted) == []
 
 
-def test_who_asked_gets_the_result(tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+@at_node()
+async def test_who_asked_gets_the_result(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured(_bench: FabricBench, _deployment: str) -> FabricResult:
         return RESULT
 
     monkeypatch.setattr(FabricBench, "_bench_here", measured)
-
-    async def story(node: Node) -> None:
-        a, fabric = node.meet(A), node.parts.fabric_bench
-        fabric._shown = cast(Any, lambda _deployment: SimpleNamespace(status=SimpleNamespace(in_epoch=True)))
-        node.hear(a, FabricWanted(b"n" * 16))
-        await asyncio.gather(*fabric._background.tasks)
-        assert a.heard(FabricAnswer) == [FabricAnswer(b"n" * 16, "", (RESULT,))]
-
-    play(tmp_path, member, story)
+    a, fabric = node.meet(A), node.parts.fabric_bench
+    fabric._shown = cast(Any, lambda _deployment: SimpleNamespace(status=SimpleNamespace(in_epoch=True)))
+    node.hear(a, FabricWanted(b"n" * 16))
+    await asyncio.gather(*fabric._background.tasks)
+    assert a.heard(FabricAnswer) == [FabricAnswer(b"n" * 16, "", (RESULT,))]
 
 
-def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        admin, a, b = Administration(node.parts, member.store), node.meet(A), node.meet(B)
-        node.parts.node.desired.serve("tiny")
-        node.parts.node.desired.serve("org/other")
-        node.hear(a, serving(A, B))
-        node.hear(b, replace(serving(B, A), group="org/other#0", deployment="org/other"))
-        asking = asyncio.ensure_future(admin.bench_fabric(BenchFabric("org/other@main")))
-        await asyncio.sleep(0)
-        [wanted] = b.heard(FabricWanted)
-        assert (wanted.deployment, a.heard(FabricWanted)) == ("org/other", [])
-        node.hear(b, FabricAnswer(wanted.nonce, "", (RESULT,)))
-        assert (await asking)["nodes"] == RESULT.nodes
-        node.hear(a, replace(wanted, nonce=b"m" * 16, deployment="org/third"))
-        await asyncio.gather(*node.parts.fabric_bench._background.tasks)
-        [answer] = a.heard(FabricAnswer)
-        assert answer.problem.startswith("org/third is not deployed")
-        with pytest.raises(UserError, match="org/third is not deployed"):
-            await admin.bench_fabric(BenchFabric("org/third"))
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_the_group_of_the_named_model_is_measured(node: Node, member: Member) -> None:
+    admin, a, b = Administration(node.parts, member.store), node.meet(A), node.meet(B)
+    node.parts.node.desired.serve("tiny")
+    node.parts.node.desired.serve("org/other")
+    node.hear(a, serving(A, B))
+    node.hear(b, replace(serving(B, A), group="org/other#0", deployment="org/other"))
+    asking = asyncio.ensure_future(admin.bench_fabric(BenchFabric("org/other@main")))
+    await asyncio.sleep(0)
+    [wanted] = b.heard(FabricWanted)
+    assert (wanted.deployment, a.heard(FabricWanted)) == ("org/other", [])
+    node.hear(b, FabricAnswer(wanted.nonce, "", (RESULT,)))
+    assert (await asking)["nodes"] == RESULT.nodes
+    node.hear(a, replace(wanted, nonce=b"m" * 16, deployment="org/third"))
+    await asyncio.gather(*node.parts.fabric_bench._background.tasks)
+    [answer] = a.heard(FabricAnswer)
+    assert answer.problem.startswith("org/third is not deployed")
+    with pytest.raises(UserError, match="org/third is not deployed"):
+        await admin.bench_fabric(BenchFabric("org/third"))
 
 
 # --- what is kept -----------------------------------------------------------------------------------------
@@ -254,17 +238,15 @@ def test_it_is_known_after_a_restart_and_told_to_newcomers(tmp_path: Path, membe
     play(tmp_path, member, second)
 
 
-def test_what_makes_no_sense_is_not_kept(
-    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+@at_node()
+async def test_what_makes_no_sense_is_not_kept(
+    node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.hear(a, replace(RESULT, sums_s=(0.5,)), replace(RESULT, nodes=(A, A)))
-        assert node.parts.results.results == ()
-        assert not (tmp_path / FILE).exists()
-        assert caplog.text.count("is left aside: ") == 2
-
-    play(tmp_path, member, story)
+    a = node.meet(A)
+    node.hear(a, replace(RESULT, sums_s=(0.5,)), replace(RESULT, nodes=(A, A)))
+    assert node.parts.results.results == ()
+    assert not (tmp_path / FILE).exists()
+    assert caplog.text.count("is left aside: ") == 2
 
 
 def _readable(path: Path) -> None:
@@ -304,59 +286,35 @@ def test_a_file_that_cannot_be_used_stops_no_agent(
 # --- which group ------------------------------------------------------------------------------------------
 
 
-def desk() -> dict[str, Machine]:
-    """Two Macs with a cable between them and a network: this one ("") and A's."""
-    here, there = cabled(on_lan([mac(0), mac(1)]), [(0, 1)])
-    return {"": here.machine, A: there.machine}
+@jaccl()
+async def test_what_was_measured_changes_the_next_group(node: Node, a: FakeLink, member: Member) -> None:
+    before = node.group.scope.assignment
+    assert before.kind == JACCL_MESH
+    slow = replace(
+        RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
+    )
+    node.hear(a, replace(slow, fast_fences=True))  # no agent runs with those
+    node.hear(a, replace(slow, nodes=(A, B)))
+    node.live(a)
+    assert node.group.scope.assignment == before
+    node.hear(a, slow)
+    node.live(a)
+    assert node.group.scope.assignment.kind == RING_THUNDERBOLT
+    told = json.loads(json.dumps(Administration(node.parts, member.store).plans.plan(PresentMachines())))
+    assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
 
 
-def on_a_desk(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]]) -> None:
-    play(tmp_path, member, story, machine=desk()[""], nodes="2")
-
-
-def test_what_was_measured_changes_the_next_group(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        before = node.group.scope.assignment
-        assert before.kind == JACCL_MESH
-        slow = replace(
-            RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
-        )
-        node.hear(a, replace(slow, fast_fences=True))  # no agent runs with those
-        node.hear(a, replace(slow, nodes=(A, B)))
-        node.live(a)
-        assert node.group.scope.assignment == before
-        node.hear(a, slow)
-        node.live(a)
-        assert node.group.scope.assignment.kind == RING_THUNDERBOLT
-        told = json.loads(json.dumps(Administration(node.parts, member.store).plans.plan(PresentMachines())))
-        assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
-
-    on_a_desk(tmp_path, member, story)
-
-
-def test_what_is_shown_as_measured_is_of_the_group_that_runs(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        awaited(node.group)
-        node.live(a)
-        mine = node.group.scope.serving()
-        assert mine is not None
-        assert len(mine.participants) == 2
-        node.hear(a, replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH))
-        node.hear(a, serving(A, B))
-        status = node.group.supervisor.status
-        status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
-        assert gather(node.parts).measured is None  # that group was not measured
-        node.hear(a, RESULT)
-        measured = gather(node.parts).measured
-        assert measured is not None
-        assert measured.collective_s == 0.25
-
-    on_a_desk(tmp_path, member, story)
+@jaccl()
+async def test_what_is_shown_as_measured_is_of_the_group_that_runs(node: Node, a: FakeLink) -> None:
+    awaited(node.group)
+    node.live(a)
+    mine = node.group.scope.serving()
+    assert len(mine.participants) == 2
+    node.hear(a, replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH))
+    node.hear(a, serving(A, B))
+    status = node.group.supervisor.status
+    status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
+    assert gather(node.parts).measured is None  # that group was not measured
+    node.hear(a, RESULT)
+    measured = gather(node.parts).measured
+    assert measured.collective_s == 0.25

@@ -30,7 +30,7 @@ from mlxtp.wire.tls import Peer, member_context_server
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..wire.members import founder, member_of
-from .scenes import made, run, sees, within
+from .scenes import made, run, scenes, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 READY = Serving(
@@ -136,20 +136,21 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
-def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        health = stage.supervisor.gateway.health()
-        assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 2, "ring")
-        [model] = stage.supervisor.gateway.models()
-        assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
-        answer = stage.ask()
-        await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.on_event(Delta((1,), (0,), (50,)))
-        stage.host.on_event(Finished(1, "stop", 1, 1))
-        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
+scene = scenes(play, "tmp_path")
 
-    play(tmp_path, story)
+
+@scene()
+async def test_requests_go_to_where_rank_0_is(stage: Stage) -> None:
+    await stage.follows()
+    health = stage.supervisor.gateway.health()
+    assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 2, "ring")
+    [model] = stage.supervisor.gateway.models()
+    assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
+    answer = stage.ask()
+    await sees(lambda: stage.ranks.sent_of(Generate))
+    stage.host.on_event(Delta((1,), (0,), (50,)))
+    stage.host.on_event(Finished(1, "stop", 1, 1))
+    assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
 
 def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
@@ -165,165 +166,142 @@ def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
     monkeypatch.setattr(loading, "load_defaults", once)
     play(tmp_path, Stage.follows)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
 
 
-def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(replace(READY, load_s=63))
-        await sees(stage.shows(ServingState.READY))
-        assert stage.supervisor.gateway.deployments.named(DEPLOYMENT).load_s == 63
-
-    play(tmp_path, story)
+@scene()
+async def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(stage: Stage) -> None:
+    stage.hears(replace(READY, load_s=63))
+    await sees(stage.shows(ServingState.READY))
+    assert stage.supervisor.gateway.deployments.named(DEPLOYMENT).load_s == 63
 
 
-def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        answer = stage.ask()
-        await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.on_event(Delta((1,), (0,), (50,)))
-        assert await anext(answer) == Tokens((50,))
-        stage.hears(None)
-        assert stage.supervisor.gateway.models() == ()
-        await sees(lambda: stage.ranks.sent_of(Cancel))
-        stage.follower.follow()
-        assert stage.follower._served is None
-        mine = FakeRanks()
-        stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), *stage.model_here)
-        assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
-        await answer.aclose()
-
-    play(tmp_path, story)
+@scene()
+async def test_what_the_other_agent_no_longer_serves_waits_for_another_group(stage: Stage) -> None:
+    await stage.follows()
+    answer = stage.ask()
+    await sees(lambda: stage.ranks.sent_of(Generate))
+    stage.host.on_event(Delta((1,), (0,), (50,)))
+    assert await anext(answer) == Tokens((50,))
+    stage.hears(None)
+    assert stage.supervisor.gateway.models() == ()
+    await sees(lambda: stage.ranks.sent_of(Cancel))
+    stage.follower.follow()
+    assert stage.follower._served is None
+    mine = FakeRanks()
+    stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), *stage.model_here)
+    assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
+    await answer.aclose()
 
 
-def test_a_pipeline_of_the_other_agent_is_shown_as_one(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(replace(READY, split=(3, 1)))
-        group = stage.supervisor.status.group
-        assert group is not None
-        assert (group.world_size, group.split) == (2, (3, 1))
-
-    play(tmp_path, story)
+@scene()
+async def test_a_pipeline_of_the_other_agent_is_shown_as_one(stage: Stage) -> None:
+    stage.hears(replace(READY, split=(3, 1)))
+    group = stage.supervisor.status.group
+    assert (group.world_size, group.split) == (2, (3, 1))
 
 
 @pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, model="other")])
-def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, serving: Serving) -> None:
+@scene()
+async def test_between_two_groups_of_the_other_agent_its_link_stays(stage: Stage, serving: Serving) -> None:
     """Its word about each request is waited for: it alone knows under which its group failed."""
-
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        kept, lost = stage.ask(), stage.ask()
-        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
-        stage.hears(serving)
-        with pytest.raises(RequestError):
-            stage.ask()
-        stage.host.on_event(Finished(1, "stop", 0, 0))
-        assert await everything(kept) == [StreamEnd("stop", 0)]
-        stage.host.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
-        await sees(lambda: stage.host.open_requests == 0)
-        again = FakeRanks()
-        stage.host.serve(GROUP, DEPLOYMENT, cast(Any, again), MODEL, TEXT)
-        stage.hears(replace(READY, epoch=8))
-        await sees(lambda: again.sent_of(Generate))
-        assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
-        assert stage.connections == 1
-        stage.host.on_event(Finished(3, "stop", 0, 0))
-        assert await everything(lost) == [StreamEnd("stop", 0)]
-
-    play(tmp_path, story)
+    await stage.follows()
+    kept, lost = stage.ask(), stage.ask()
+    await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+    stage.hears(serving)
+    with pytest.raises(RequestError):
+        stage.ask()
+    stage.host.on_event(Finished(1, "stop", 0, 0))
+    assert await everything(kept) == [StreamEnd("stop", 0)]
+    stage.host.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
+    await sees(lambda: stage.host.open_requests == 0)
+    again = FakeRanks()
+    stage.host.serve(GROUP, DEPLOYMENT, cast(Any, again), MODEL, TEXT)
+    stage.hears(replace(READY, epoch=8))
+    await sees(lambda: again.sent_of(Generate))
+    assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
+    assert stage.connections == 1
+    stage.host.on_event(Finished(3, "stop", 0, 0))
+    assert await everything(lost) == [StreamEnd("stop", 0)]
 
 
-def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        answer = stage.ask()
-        await sees(lambda: stage.ranks.sent_of(Generate))
-        for task in stage._doorman._tasks:
-            task.cancel()
-        await sees(lambda: stage.supervisor.gateway.models() == ())
-        await sees(stage.shows(ServingState.READY))
-        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
-        stage.host.on_event(Finished(2, "stop", 0, 0))
-        assert await everything(answer) == [StreamEnd("stop", 0)]
-
-    play(tmp_path, story)
+@scene()
+async def test_a_link_that_breaks_is_opened_again(stage: Stage) -> None:
+    await stage.follows()
+    answer = stage.ask()
+    await sees(lambda: stage.ranks.sent_of(Generate))
+    for task in stage._doorman._tasks:
+        task.cancel()
+    await sees(lambda: stage.supervisor.gateway.models() == ())
+    await sees(stage.shows(ServingState.READY))
+    await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+    stage.host.on_event(Finished(2, "stop", 0, 0))
+    assert await everything(answer) == [StreamEnd("stop", 0)]
 
 
-def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        mine = FakeRanks()
-        stage.supervisor.status.in_epoch = True
-        stage.supervisor.gateway.fail(DEPLOYMENT, MlxtpError("another group is formed"))
-        stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), MODEL, TEXT)
-        answer = stage.ask()
-        stage.follower.follow()
-        await sees(lambda: stage.connections == 0)
-        stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
-        assert await everything(answer) == [StreamEnd("stop", 0)]
-        stage.supervisor.status.in_epoch = False
-
-    play(tmp_path, story)
+@scene()
+async def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(stage: Stage) -> None:
+    await stage.follows()
+    mine = FakeRanks()
+    stage.supervisor.status.in_epoch = True
+    stage.supervisor.gateway.fail(DEPLOYMENT, MlxtpError("another group is formed"))
+    stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), MODEL, TEXT)
+    answer = stage.ask()
+    stage.follower.follow()
+    await sees(lambda: stage.connections == 0)
+    stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
+    assert await everything(answer) == [StreamEnd("stop", 0)]
+    stage.supervisor.status.in_epoch = False
 
 
-def test_a_group_of_its_own_that_begins_while_the_link_is_opened(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(READY)
-        stage.supervisor.status.in_epoch = True
-        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
-        assert stage.supervisor.gateway.models() == ()
-        stage.supervisor.status.in_epoch = False
-        await sees(lambda: stage.connections == 0)
-
-    play(tmp_path, story)
+@scene()
+async def test_a_group_of_its_own_that_begins_while_the_link_is_opened(stage: Stage) -> None:
+    stage.hears(READY)
+    stage.supervisor.status.in_epoch = True
+    await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+    assert stage.supervisor.gateway.models() == ()
+    stage.supervisor.status.in_epoch = False
+    await sees(lambda: stage.connections == 0)
 
 
 @pytest.mark.parametrize(
     "addresses", [(), ("nonsense",), ("1.2.3.4:http", "[::1]:99999", "x:-1", "y:0"), ("1.2.3.4:1",)]
 )
-def test_an_address_that_makes_no_sense_is_said_and_tried_again(
-    tmp_path: Path, addresses: tuple[str, ...]
+@scene()
+async def test_an_address_that_makes_no_sense_is_said_and_tried_again(
+    stage: Stage, addresses: tuple[str, ...]
 ) -> None:
-    async def story(stage: Stage) -> None:
-        right, stage.knowledge.addresses[HOST] = stage.knowledge.addresses[HOST], addresses
-        stage.hears(READY)
-        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
-        assert stage.supervisor.gateway.health().reason == "connecting to rank 0"
-        stage.knowledge.addresses[HOST] = (*addresses[:0], *right)
-        await sees(stage.shows(ServingState.READY))
-
-    play(tmp_path, story)
+    right, stage.knowledge.addresses[HOST] = stage.knowledge.addresses[HOST], addresses
+    stage.hears(READY)
+    await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+    assert stage.supervisor.gateway.health().reason == "connecting to rank 0"
+    stage.knowledge.addresses[HOST] = (*addresses[:0], *right)
+    await sees(stage.shows(ServingState.READY))
 
 
-def test_a_host_that_says_nothing_is_let_go_with_its_connection(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.silent = True
-        stage.hears(READY)
-        await sees(lambda: stage.connections == 1)
-        stage.hears(None)
-        await sees(lambda: stage.connections == 0)
-        stage.silent = False
-        await stage.follows()
-        assert stage.connections == 1
-
-    play(tmp_path, story)
+@scene()
+async def test_a_host_that_says_nothing_is_let_go_with_its_connection(stage: Stage) -> None:
+    stage.silent = True
+    stage.hears(READY)
+    await sees(lambda: stage.connections == 1)
+    stage.hears(None)
+    await sees(lambda: stage.connections == 0)
+    stage.silent = False
+    await stage.follows()
+    assert stage.connections == 1
 
 
-def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        source, stage.model.source = stage.model.source, None
-        stage.hears(READY)
-        assert stage.supervisor.status.state is ServingState.LOADING
-        stage.model.problem = "/models/x is not here"
-        stage.hears(READY)
-        health = stage.supervisor.gateway.health()
-        assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
-        stage.model.source, stage.model.problem = source, ""
-        await sees(stage.shows(ServingState.READY))
-
-    play(tmp_path, story)
+@scene()
+async def test_a_model_that_is_not_here_yet_is_waited_for(stage: Stage) -> None:
+    source, stage.model.source = stage.model.source, None
+    stage.hears(READY)
+    assert stage.supervisor.status.state is ServingState.LOADING
+    stage.model.problem = "/models/x is not here"
+    stage.hears(READY)
+    health = stage.supervisor.gateway.health()
+    assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
+    stage.model.source, stage.model.problem = source, ""
+    await sees(stage.shows(ServingState.READY))
 
 
 @pytest.mark.parametrize(
@@ -335,54 +313,44 @@ def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
         ("failed", ServingState.FAILED),
     ],
 )
-def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: ServingState) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
-        assert (stage.supervisor.status.state, stage.supervisor.gateway.health().reason) == (
-            shown,
-            "rank 1 is gone",
-        )
-
-    play(tmp_path, story)
+@scene()
+async def test_the_state_of_the_group_is_shown(stage: Stage, said: str, shown: ServingState) -> None:
+    stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
+    assert (stage.supervisor.status.state, stage.supervisor.gateway.health().reason) == (
+        shown,
+        "rank 1 is gone",
+    )
 
 
-def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(replace(READY, state="failed", reason="it is broken"))
-        stage.hears(None)
-        assert stage.supervisor.status.state is ServingState.IDLE
-        assert stage.supervisor.gateway.health().reason == "members come and go"
-
-    play(tmp_path, story)
+@scene()
+async def test_a_failure_elsewhere_is_not_kept_as_one_s_own(stage: Stage) -> None:
+    stage.hears(replace(READY, state="failed", reason="it is broken"))
+    stage.hears(None)
+    assert stage.supervisor.status.state is ServingState.IDLE
+    assert stage.supervisor.gateway.health().reason == "members come and go"
 
 
-def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.supervisor.status.resting = True
-        stage.supervisor.status.enter(ServingState.FAILED)
-        stage.hears(None)
-        assert stage.supervisor.status.state is ServingState.FAILED
-
-    play(tmp_path, story)
+@scene()
+async def test_a_failure_of_its_own_stays_until_there_is_something_new(stage: Stage) -> None:
+    stage.supervisor.status.resting = True
+    stage.supervisor.status.enter(ServingState.FAILED)
+    stage.hears(None)
+    assert stage.supervisor.status.state is ServingState.FAILED
 
 
-def test_no_link_is_opened_to_a_group_that_still_serves_another_model(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.hears(replace(READY, model="other"))
-        assert stage.supervisor.status.state is ServingState.LOADING
-        assert stage.follower._opening is None
-
-    play(tmp_path, story)
+@scene()
+async def test_no_link_is_opened_to_a_group_that_still_serves_another_model(stage: Stage) -> None:
+    stage.hears(replace(READY, model="other"))
+    assert stage.supervisor.status.state is ServingState.LOADING
+    assert stage.follower._opening is None
 
 
-def test_the_link_to_an_owner_ends_when_another_one_serves(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.follows()
-        stage.servings = {OTHER: READY}
-        stage.follower.follow()
-        await sees(lambda: stage.connections == 0)
-
-    play(tmp_path, story)
+@scene()
+async def test_the_link_to_an_owner_ends_when_another_one_serves(stage: Stage) -> None:
+    await stage.follows()
+    stage.servings = {OTHER: READY}
+    stage.follower.follow()
+    await sees(lambda: stage.connections == 0)
 
 
 LOADS, NOWHERE = replace(READY, state="loading"), replace(READY, state="idle", participants=())
@@ -406,13 +374,11 @@ def test_the_owner_s_report_counts_unless_only_another_node_serves(
     assert followed(servings, owner=OTHER) == counts
 
 
-def test_of_several_owners_that_of_the_assignment_counts(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        stage.servings = {OTHER: replace(READY, epoch=9), HOST: replace(READY, state="loading")}
-        stage.follower.follow()
-        assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
-        stage.present = False
-        stage.follower.follow()
-        assert stage.supervisor.status.state is ServingState.IDLE
-
-    play(tmp_path, story)
+@scene()
+async def test_of_several_owners_that_of_the_assignment_counts(stage: Stage) -> None:
+    stage.servings = {OTHER: replace(READY, epoch=9), HOST: replace(READY, state="loading")}
+    stage.follower.follow()
+    assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
+    stage.present = False
+    stage.follower.follow()
+    assert stage.supervisor.status.state is ServingState.IDLE

@@ -36,7 +36,7 @@ from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import StreamLink
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
-from .scenes import run, sees, within
+from .scenes import run, scenes, sees, within
 
 MAX_OPEN = 4
 
@@ -111,41 +111,41 @@ def play(story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
-def test_an_answer_is_the_same_here_as_there() -> None:
+scene = scenes(play)
+
+
+@scene()
+async def test_an_answer_is_the_same_here_as_there(stage: Stage) -> None:
     """Rank 0's messages, in any portions, reach the client as if it were on this Mac."""
-
-    async def story(stage: Stage) -> None:
-        request = Generate(0, (1, 2, 3), 9, shaping=Shaping(min_tokens=2))
-        here = stage.theirs.generate(request)
-        answers = [stage.ours.generate(request), stage.ours.generate(Generate(0, (1,), 9, logprobs=2))]
-        generates = await stage.asked(3)
-        assert generates[0].tokens == generates[1].tokens == (1, 2, 3)
-        assert generates[0].shaping == generates[1].shaping
-        assert [generate.uid for generate in generates] == [1, 2, 3]
-        for uid in (1, 2):
-            stage.say(
-                Accepted(uid),
-                Delta((uid, uid), (0, 1), (50, 51)),
-                Delta((uid,), (2,), (52,)),
-                Finished(uid, "length", 3, 3, cached=7, drafted=2, accepted=1),
-            )
-        await answers[0].accepted()
-        assert await everything(answers[0]) == await everything(here)
+    request = Generate(0, (1, 2, 3), 9, shaping=Shaping(min_tokens=2))
+    here = stage.theirs.generate(request)
+    answers = [stage.ours.generate(request), stage.ours.generate(Generate(0, (1,), 9, logprobs=2))]
+    generates = await stage.asked(3)
+    assert generates[0].tokens == generates[1].tokens == (1, 2, 3)
+    assert generates[0].shaping == generates[1].shaping
+    assert [generate.uid for generate in generates] == [1, 2, 3]
+    for uid in (1, 2):
         stage.say(
-            ScoredDelta(3, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.5, -1.5, -2.5, -3.5)),
-            ScoredDelta(3, 2, (62,), (-0.25,), 2, (9, 10), (-4.0, -5.0)),
-            Finished(3, "stop", 3, 3),
+            Accepted(uid),
+            Delta((uid, uid), (0, 1), (50, 51)),
+            Delta((uid,), (2,), (52,)),
+            Finished(uid, "length", 3, 3, cached=7, drafted=2, accepted=1),
         )
-        assert await everything(answers[1]) == [
-            Tokens(
-                (60, 61), (TokenScore(-1.0, ((5, -0.5), (6, -1.5))), TokenScore(-2.0, ((7, -2.5), (8, -3.5))))
-            ),
-            Tokens((62,), (TokenScore(-0.25, ((9, -4.0), (10, -5.0))),)),
-            StreamEnd("stop", 3),
-        ]
-        assert stage.open_requests == (0, 0)
-
-    play(story)
+    await answers[0].accepted()
+    assert await everything(answers[0]) == await everything(here)
+    stage.say(
+        ScoredDelta(3, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.5, -1.5, -2.5, -3.5)),
+        ScoredDelta(3, 2, (62,), (-0.25,), 2, (9, 10), (-4.0, -5.0)),
+        Finished(3, "stop", 3, 3),
+    )
+    assert await everything(answers[1]) == [
+        Tokens(
+            (60, 61), (TokenScore(-1.0, ((5, -0.5), (6, -1.5))), TokenScore(-2.0, ((7, -2.5), (8, -3.5))))
+        ),
+        Tokens((62,), (TokenScore(-0.25, ((9, -4.0), (10, -5.0))),)),
+        StreamEnd("stop", 3),
+    ]
+    assert stage.open_requests == (0, 0)
 
 
 def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
@@ -175,159 +175,142 @@ def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
     assert "reading a requests link failed" in caplog.text
 
 
-def test_the_progress_of_a_prefill_there_is_known_here() -> None:
-    async def story(stage: Stage) -> None:
-        here = stage.theirs.generate(Generate(0, (1,), 9))  # uids differ from here on
-        answer = stage.ours.generate(Generate(0, (1, 2, 3), 9))
-        await stage.asked(2)
-        stage.say(Accepted(2), Prefilled(2, 2, 1))
-        await answer.accepted()
-        await sees(lambda: answer.progress() == Progress("prefill", 3, 1, 2))
-        await answer.aclose()
-        await here.aclose()
-
-    play(story)
+@scene()
+async def test_the_progress_of_a_prefill_there_is_known_here(stage: Stage) -> None:
+    here = stage.theirs.generate(Generate(0, (1,), 9))  # uids differ from here on
+    answer = stage.ours.generate(Generate(0, (1, 2, 3), 9))
+    await stage.asked(2)
+    stage.say(Accepted(2), Prefilled(2, 2, 1))
+    await answer.accepted()
+    await sees(lambda: answer.progress() == Progress("prefill", 3, 1, 2))
+    await answer.aclose()
+    await here.aclose()
 
 
-def test_a_client_that_stops_reading_there_holds_up_no_client_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@scene()
+async def test_a_client_that_stops_reading_there_holds_up_no_client_here(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own gateway always reads, so the link never fills; the client alone is ended."""
     monkeypatch.setattr(client_request, "MAX_UNREAD", 100)
     monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 4096)
-
-    async def story(stage: Stage) -> None:
-        deaf, other = (stage.ours.generate(Generate(0, (number,), 900)) for number in (1, 2))
-        await stage.asked(2)
-        stage.say(Accepted(1), Accepted(2))
-        for index in range(400):
-            stage.say(Delta((1, 2), (index, index), (7, 8)))
-            if index < 399:
-                assert await anext(cast(Any, other)) == Tokens((8,))
-        await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
-        stage.say(Finished(2, "stop", 400, 400))
-        assert await stage.read(other) == [Tokens((8,)), StreamEnd("stop", 400)]
-        *tokens, error = await stage.read(deaf)
-        assert len(tokens) == 101
-        assert error.code is Code.CLIENT_TOO_SLOW
-        assert stage.lost == []
-
-    play(story)
+    deaf, other = (stage.ours.generate(Generate(0, (number,), 900)) for number in (1, 2))
+    await stage.asked(2)
+    stage.say(Accepted(1), Accepted(2))
+    for index in range(400):
+        stage.say(Delta((1, 2), (index, index), (7, 8)))
+        if index < 399:
+            assert await anext(cast(Any, other)) == Tokens((8,))
+    await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
+    stage.say(Finished(2, "stop", 400, 400))
+    assert await stage.read(other) == [Tokens((8,)), StreamEnd("stop", 400)]
+    *tokens, error = await stage.read(deaf)
+    assert len(tokens) == 101
+    assert error.code is Code.CLIENT_TOO_SLOW
+    assert stage.lost == []
 
 
-def test_a_refusal_of_rank_0_is_the_clients_own() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked()
-        stage.say(Error(Code.BAD_REQUEST, "no such grammar", 1))
-        with pytest.raises(RequestError, match="no such grammar"):
-            await answer.accepted()
-
-    play(story)
+@scene()
+async def test_a_refusal_of_rank_0_is_the_clients_own(stage: Stage) -> None:
+    answer = stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked()
+    stage.say(Error(Code.BAD_REQUEST, "no such grammar", 1))
+    with pytest.raises(RequestError, match="no such grammar"):
+        await answer.accepted()
 
 
-def test_a_client_that_leaves_stops_the_work_over_there() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked()
-        stage.say(Delta((1,), (0,), (50,)))
-        assert await anext(answer) == Tokens((50,))
-        await answer.aclose()
-        await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
-        stage.say(Delta((1,), (1,), (51,)), Finished(1, "cancel", 2, 2))  # had been on their way
-        again = stage.ours.generate(Generate(0, (2,), 9))
-        await stage.asked(2)
-        stage.say(Finished(2, "stop", 0, 0))
-        assert await everything(again) == [StreamEnd("stop", 0)]
-        ledger: Any = stage.desk._connection.protocol.ledger
-        assert ledger.tokens == {}, "a request that was cancelled is over on the link, too"
-        assert stage.lost == []
-
-    play(story)
+@scene()
+async def test_a_client_that_leaves_stops_the_work_over_there(stage: Stage) -> None:
+    answer: Any = stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked()
+    stage.say(Delta((1,), (0,), (50,)))
+    assert await anext(answer) == Tokens((50,))
+    await answer.aclose()
+    await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
+    stage.say(Delta((1,), (1,), (51,)), Finished(1, "cancel", 2, 2))  # had been on their way
+    again = stage.ours.generate(Generate(0, (2,), 9))
+    await stage.asked(2)
+    stage.say(Finished(2, "stop", 0, 0))
+    assert await everything(again) == [StreamEnd("stop", 0)]
+    ledger: Any = stage.desk._connection.protocol.ledger
+    assert ledger.tokens == {}, "a request that was cancelled is over on the link, too"
+    assert stage.lost == []
 
 
-def test_a_cancel_that_crosses_the_end_is_no_error() -> None:
-    async def story(stage: Stage) -> None:
-        answer: Any = stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked()
-        stage.say(Finished(1, "stop", 0, 0))
-        await answer.aclose()  # before it could be heard here
-        again = stage.ours.generate(Generate(0, (2,), 9))
-        await stage.asked(2)
-        stage.say(Finished(2, "stop", 0, 0))
-        assert await everything(again) == [StreamEnd("stop", 0)]
-        assert stage.ranks.sent_of(Cancel) == []
-
-    play(story)
+@scene()
+async def test_a_cancel_that_crosses_the_end_is_no_error(stage: Stage) -> None:
+    answer: Any = stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked()
+    stage.say(Finished(1, "stop", 0, 0))
+    await answer.aclose()  # before it could be heard here
+    again = stage.ours.generate(Generate(0, (2,), 9))
+    await stage.asked(2)
+    stage.say(Finished(2, "stop", 0, 0))
+    assert await everything(again) == [StreamEnd("stop", 0)]
+    assert stage.ranks.sent_of(Cancel) == []
 
 
-def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled() -> None:
-    async def story(stage: Stage) -> None:
-        own = stage.theirs.generate(Generate(0, (9,), 9))
-        for _ in range(3):
-            stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked(4)
-        stage.writer.transport.abort()
-        await stage.serving
-        assert stage.ranks.sent_of(Cancel) == [Cancel(2), Cancel(3), Cancel(4)]
-        assert stage.theirs.open_requests == 1
-        stage.say(Finished(1, "stop", 0, 0))
-        assert await everything(own) == [StreamEnd("stop", 0)]
-
-    play(story)
+@scene()
+async def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled(stage: Stage) -> None:
+    own = stage.theirs.generate(Generate(0, (9,), 9))
+    for _ in range(3):
+        stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked(4)
+    stage.writer.transport.abort()
+    await stage.serving
+    assert stage.ranks.sent_of(Cancel) == [Cancel(2), Cancel(3), Cancel(4)]
+    assert stage.theirs.open_requests == 1
+    stage.say(Finished(1, "stop", 0, 0))
+    assert await everything(own) == [StreamEnd("stop", 0)]
 
 
-def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked()
-        stage.serving.cancel()
-        await asyncio.wait({stage.serving})
-        await sees(lambda: stage.lost)
-        stage.ours.fail(DEPLOYMENT, stage.lost[0])  # as the follower does; nothing looked like an end before
-        assert await stage.read(answer) == stage.lost
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        stage.ours.serve(GROUP, DEPLOYMENT, stage.desk, MODEL, TEXT, here=False)
-        assert isinstance(stage.lost[0], LinkError)
-        late = stage.ours.generate(Generate(0, (1,), 9))
-        assert late.progress() == Progress("restarting")
-        await late.aclose()
-        stage.serving = asyncio.ensure_future(asyncio.sleep(0))
-
-    play(story)
+@scene()
+async def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it(stage: Stage) -> None:
+    answer = stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked()
+    stage.serving.cancel()
+    await asyncio.wait({stage.serving})
+    await sees(lambda: stage.lost)
+    stage.ours.fail(DEPLOYMENT, stage.lost[0])  # as the follower does; nothing looked like an end before
+    assert await stage.read(answer) == stage.lost
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    stage.ours.serve(GROUP, DEPLOYMENT, stage.desk, MODEL, TEXT, here=False)
+    assert isinstance(stage.lost[0], LinkError)
+    late = stage.ours.generate(Generate(0, (1,), 9))
+    assert late.progress() == Progress("restarting")
+    await late.aclose()
+    stage.serving = asyncio.ensure_future(asyncio.sleep(0))
 
 
-def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
-    async def story(stage: Stage) -> None:
-        answers = [stage.ours.generate(Generate(0, (1,), 9)) for _ in range(2)]
-        await stage.asked(2)
-        stage.say(Delta((1,), (0,), (50,)))
-        stage.theirs.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
-        late = stage.ours.generate(Generate(0, (1,), 9))
-        [refused] = await stage.read(late)
-        assert (refused.code, refused.status) == (Code.NOT_READY, 503)
-        assert stage.open_requests == (2, 0)
-        stage.theirs.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT)
-        first, second = (await stage.asked(4))[2:]
-        assert (first.tokens, first.answered, first.strikes) == ((1, 50), 1, 1)
-        assert (second.tokens, second.answered, second.strikes) == ((1,), 0, 1)
-        stage.say(Delta((first.uid,), (1,), (51,)))
-        stage.say(*(Finished(each.uid, "stop", 0, 0) for each in (first, second)))
-        assert await stage.read(answers[0]) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 0)]
-        assert await stage.read(answers[1]) == [StreamEnd("stop", 0)]
-        assert stage.open_requests == (0, 0)
-
-    play(story)
+@scene()
+async def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next(stage: Stage) -> None:
+    answers = [stage.ours.generate(Generate(0, (1,), 9)) for _ in range(2)]
+    await stage.asked(2)
+    stage.say(Delta((1,), (0,), (50,)))
+    stage.theirs.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
+    late = stage.ours.generate(Generate(0, (1,), 9))
+    [refused] = await stage.read(late)
+    assert (refused.code, refused.status) == (Code.NOT_READY, 503)
+    assert stage.open_requests == (2, 0)
+    stage.theirs.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT)
+    first, second = (await stage.asked(4))[2:]
+    assert (first.tokens, first.answered, first.strikes) == ((1, 50), 1, 1)
+    assert (second.tokens, second.answered, second.strikes) == ((1,), 0, 1)
+    stage.say(Delta((first.uid,), (1,), (51,)))
+    stage.say(*(Finished(each.uid, "stop", 0, 0) for each in (first, second)))
+    assert await stage.read(answers[0]) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 0)]
+    assert await stage.read(answers[1]) == [StreamEnd("stop", 0)]
+    assert stage.open_requests == (0, 0)
 
 
-def test_a_model_that_is_taken_away_ends_its_requests_everywhere() -> None:
-    async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Generate(0, (1,), 9))
-        await stage.asked()
-        stage.theirs.fail(DEPLOYMENT, GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
-        [error] = await stage.read(answer)
-        assert (error.code, error.detail) == (Code.SHUTTING_DOWN, "tiny was unloaded")
-        assert stage.open_requests == (0, 0)
-
-    play(story)
+@scene()
+async def test_a_model_that_is_taken_away_ends_its_requests_everywhere(stage: Stage) -> None:
+    answer = stage.ours.generate(Generate(0, (1,), 9))
+    await stage.asked()
+    stage.theirs.fail(DEPLOYMENT, GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
+    [error] = await stage.read(answer)
+    assert (error.code, error.detail) == (Code.SHUTTING_DOWN, "tiny was unloaded")
+    assert stage.open_requests == (0, 0)
 
 
 def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -> None:
@@ -362,30 +345,27 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
     play(first_link)
 
 
-def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@scene()
+async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 100_000)
-
-    async def story(stage: Stage) -> None:
-        mine = stage.serving
-        reader, writer = await stage.connect()
-        serving, stage.serving = stage.serving, mine
-        idle = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
-        await idle.receive()
-        idle.send(Welcome(PROTOCOL_VERSION, b""))
-        idle.send(Generate(1, (1,), 9))
-        await stage.asked()
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        index = 0
-        while not serving.done():
-            count = 1000
-            indices = tuple(range(index, index + count))
-            stage.say(Delta((1,) * count, indices, (5,) * count))
-            index += count
-            await asyncio.sleep(0)
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        writer.transport.abort()
-
-    play(story)
+    mine = stage.serving
+    reader, writer = await stage.connect()
+    serving, stage.serving = stage.serving, mine
+    idle = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
+    await idle.receive()
+    idle.send(Welcome(PROTOCOL_VERSION, b""))
+    idle.send(Generate(1, (1,), 9))
+    await stage.asked()
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    index = 0
+    while not serving.done():
+        count = 1000
+        indices = tuple(range(index, index + count))
+        stage.say(Delta((1,) * count, indices, (5,) * count))
+        index += count
+        await asyncio.sleep(0)
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    writer.transport.abort()
 
 
 @pytest.mark.parametrize(
@@ -393,44 +373,37 @@ def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
     [Generate(1, (1,), 9), Cancel(77), Delta((1,), (0,), (5,)), Accepted(1)],
     ids=["a uid again", "a cancel of nothing", "tokens", "an acceptance"],
 )
-def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
-    tmp_path: Path, wrong: Message
+@scene()
+async def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
+    stage: Stage, tmp_path: Path, wrong: Message
 ) -> None:
     from mlxtp.wire.frames import encode
 
-    async def story(stage: Stage) -> None:
-        mine = stage.serving
-        reader, writer = await stage.connect()
-        serving, stage.serving = stage.serving, mine
-        peer = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
-        await peer.receive()
-        peer.send(Welcome(PROTOCOL_VERSION, b""))
-        peer.send(Generate(1, (1,), 9))
-        await stage.asked()
-        writer.write(encode(wrong, 0, 3))
-        await serving
-        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        writer.close()
-
-    play(story)
+    mine = stage.serving
+    reader, writer = await stage.connect()
+    serving, stage.serving = stage.serving, mine
+    peer = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
+    await peer.receive()
+    peer.send(Welcome(PROTOCOL_VERSION, b""))
+    peer.send(Generate(1, (1,), 9))
+    await stage.asked()
+    writer.write(encode(wrong, 0, 3))
+    await serving
+    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    writer.close()
 
 
-def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
+@scene()
+async def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on(stage: Stage) -> None:
     """Else two agents that take each other for it would pass a request to and fro."""
-
-    async def story(stage: Stage) -> None:
-        one, other = socket.socketpair()
-        serving = asyncio.ensure_future(
-            serve_requests(*await asyncio.open_connection(sock=other), stage.ours)
-        )
-        reader, writer = await asyncio.open_connection(sock=one)
-        third = gateway()
-        desk = await RemoteBackend(reader, writer, third.on_event, stage.lost.append).greet()
-        third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)
-        [refused] = await stage.read(third.generate(Generate(0, (1,), 9)))
-        assert (refused.code, refused.status) == (Code.NOT_READY, 503)
-        assert stage.ranks.sent == []
-        await desk.close()
-        await serving
-
-    play(story)
+    one, other = socket.socketpair()
+    serving = asyncio.ensure_future(serve_requests(*await asyncio.open_connection(sock=other), stage.ours))
+    reader, writer = await asyncio.open_connection(sock=one)
+    third = gateway()
+    desk = await RemoteBackend(reader, writer, third.on_event, stage.lost.append).greet()
+    third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)
+    [refused] = await stage.read(third.generate(Generate(0, (1,), 9)))
+    assert (refused.code, refused.status) == (Code.NOT_READY, 503)
+    assert stage.ranks.sent == []
+    await desk.close()
+    await serving

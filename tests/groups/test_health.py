@@ -70,12 +70,12 @@ def test_a_stranger_at_the_ring_is_never_the_end_and_costs_no_tries(code: Code) 
     delays = [policy.delay_s(float(now), error, ready=False, at_ring=True) for now in range(0, 1000, 50)]
     assert delays[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
     assert set(delays[6:]) == {RING_BACKOFF.most_s}
-    assert [policy.delay_s(now, error, ready=False) for now in range(5)] == [*BACKOFF_S, None]
-
-
-def test_what_a_stranger_cannot_cause_counts_at_the_ring_too() -> None:
-    policy = RestartPolicy()
-    assert [policy.delay_s(now, LOST, ready=False, at_ring=True) for now in range(5)] == [*BACKOFF_S, None]
+    for other, at_ring in ((error, False), (LOST, True)):  # what a stranger cannot cause counts there, too
+        policy = RestartPolicy()
+        assert [policy.delay_s(now, other, ready=False, at_ring=at_ring) for now in range(5)] == [
+            *BACKOFF_S,
+            None,
+        ]
 
 
 @pytest.mark.parametrize("load_s", [1.0, 40.0, 3600.0])
@@ -153,24 +153,30 @@ class Story:
                 return error
         return None
 
+    def stuck(self, seconds: float, **pongs: Pong) -> GroupError:
+        """As `beats`, which must end with an error."""
+        error = self.beats(seconds, **pongs)
+        assert error is not None
+        return error
 
-def test_ranks_that_answer_are_well() -> None:
-    assert Story().beats(60, rank_0=pong(), rank_1=pong()) is None
 
-
-def test_idling_for_days_is_neither_silence_nor_being_stuck() -> None:
-    idle = pong("idle", phase_s=1e6)
-    assert Story().beats(60, rank_0=idle, rank_1=idle) is None
+@pytest.mark.parametrize(
+    "answer",
+    [pong(), pong("idle", phase_s=1e6), *(pong(phase, phase_s=1e6) for phase in ("starting", "closing"))],
+    ids=["they answer", "idle for days", "starting", "closing"],
+)
+def test_what_is_neither_silence_nor_being_stuck(answer: Pong) -> None:
+    assert Story().beats(60, rank_0=answer, rank_1=answer) is None
+    assert Story().beats(5, rank_0=answer, rank_1=pong()) is None
 
 
 def test_silence_is_noticed_after_its_limit_and_not_before() -> None:
     story = Story()
     assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
     assert story.beats(LIMITS.silence_s - 0.5, rank_0=pong()) is None
-    error = story.beats(1.0, rank_0=pong())
-    assert error is not None
-    assert error.code is Code.RANK_LOST
-    assert error.detail.startswith("rank 1 has been silent for 3.")
+    error = story.stuck(1.0, rank_0=pong())
+    assert (error.code, error.detail[:30]) == (Code.RANK_LOST, "rank 1 has been silent for 3.5")
+    assert "rank 1 has been silent" in Story().stuck(10, rank_0=pong()).detail, "also who never answered"
 
 
 def test_a_forward_that_ended_is_a_sign_of_every_rank() -> None:
@@ -180,30 +186,17 @@ def test_a_forward_that_ended_is_a_sign_of_every_rank() -> None:
     while story.now < 160.0:
         forwards += 1
         assert story.beats(LIMITS.heartbeat_s, rank_0=pong("decode", forwards=forwards)) is None
-    error = story.beats(10, rank_0=pong("decode", forwards=forwards))
-    assert error is not None
+    error = story.stuck(10, rank_0=pong("decode", forwards=forwards))
     assert "rank 1 has been silent for 3." in error.detail
-
-
-def test_a_rank_that_never_answers_is_silent_too() -> None:
-    error = Story().beats(10, rank_0=pong())
-    assert error is not None
-    assert "rank 1 has been silent" in error.detail
 
 
 @pytest.mark.parametrize(("phase", "limit_s"), stall_limits_s(LIMITS).items())
 def test_each_phase_that_must_progress_has_its_limit(phase: str, limit_s: float) -> None:
     at_limit = pong(phase, phase_s=limit_s)
     assert Story().beats(5, rank_0=at_limit, rank_1=pong()) is None
-    error = Story().beats(5, rank_0=pong(phase, phase_s=limit_s + 0.1), rank_1=pong())
-    assert error is not None
+    error = Story().stuck(5, rank_0=pong(phase, phase_s=limit_s + 0.1), rank_1=pong())
     assert error.code is Code.RANK_STALLED
     assert f"no progress in {phase} for {limit_s + 0.1:.1f} s" in error.detail
-
-
-@pytest.mark.parametrize("phase", ["starting", "idle", "closing"])
-def test_other_phases_have_none(phase: str) -> None:
-    assert Story().beats(5, rank_0=pong(phase, phase_s=1e6), rank_1=pong()) is None
 
 
 def test_decoding_is_allowed_less_than_prefilling_and_measuring_as_much() -> None:
@@ -212,36 +205,27 @@ def test_decoding_is_allowed_less_than_prefilling_and_measuring_as_much() -> Non
     assert allowed["decode"] < allowed["prefill"]
 
 
-def test_the_rank_that_is_behind_is_named() -> None:
-    error = Story(3).beats(
-        5,
-        rank_0=pong("decode", 11, step=70),
-        rank_1=pong("decode", 11, step=69),
-        rank_2=pong("decode", 11, step=70),
-    )
-    assert error is not None
-    assert "rank 1 is behind: 0 at step 70, 1 at step 69, 2 at step 70" in error.detail
-
-
 @pytest.mark.parametrize(
-    ("rank_0", "rank_1", "behind"),
+    ("ranks", "behind"),
     [
         # step, forwards that ended, in flight
-        ((70, 40, 1), (70, 40, 0), "rank 1 is behind"),
-        ((70, 40, 0), (70, 40, 1), "rank 0 is behind"),
-        ((71, 41, 0), (70, 40, 1), "rank 1 is behind"),
-        ((70, 40, 1), (73, 41, 0), "rank 0 is behind"),
-        ((70, 40, 2), (71, 41, 0), "rank 1 is behind"),
-        ((70, 40, 1), (70, 40, 1), "no rank is behind"),
+        ([(70, 0, 0), (69, 0, 0), (70, 0, 0)], "rank 1 is behind: 0 at step 70, 1 at step 69, 2 at step 70"),
+        ([(70, 40, 1), (70, 40, 0)], "rank 1 is behind"),
+        ([(70, 40, 0), (70, 40, 1)], "rank 0 is behind"),
+        ([(71, 41, 0), (70, 40, 1)], "rank 1 is behind"),
+        ([(70, 40, 1), (73, 41, 0)], "rank 0 is behind"),
+        ([(70, 40, 2), (71, 41, 0)], "rank 1 is behind"),
+        ([(70, 40, 1), (70, 40, 1)], "no rank is behind"),
     ],
 )
-def test_the_rank_that_is_ahead_is_not_the_one_that_is_behind(
-    rank_0: tuple[int, int, int], rank_1: tuple[int, int, int], behind: str
+def test_the_rank_that_is_behind_is_named_and_not_the_one_that_is_ahead(
+    ranks: list[tuple[int, int, int]], behind: str
 ) -> None:
-    pongs = [pong("decode", 11, step, 0, flying, forwards) for step, forwards, flying in (rank_0, rank_1)]
-    error = Story().beats(5, rank_0=pongs[0], rank_1=pongs[1])
-    assert error is not None
-    assert behind in error.detail
+    pongs = {
+        f"rank_{at}": pong("decode", 11, step, 0, flying, done)
+        for at, (step, done, flying) in enumerate(ranks)
+    }
+    assert behind in Story(len(ranks)).stuck(5, **pongs).detail
 
 
 @pytest.mark.parametrize("slept_s", [4.0, 20.0])
@@ -250,8 +234,7 @@ def test_an_observers_own_sleep_is_no_silence_of_others(slept_s: float) -> None:
     assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
     story.now += slept_s
     assert story.watch.tick(story.now) is None
-    error = story.beats(10)
-    assert error is not None
+    story.stuck(10)
     silent_s = story.now - 105.0 - slept_s
     assert silent_s == pytest.approx(LIMITS.silence_s, abs=2 * LIMITS.heartbeat_s)
 
@@ -259,9 +242,7 @@ def test_an_observers_own_sleep_is_no_silence_of_others(slept_s: float) -> None:
 def test_a_group_in_which_one_rank_gets_on_is_not_stuck() -> None:
     done, reading = pong("loading", LIMITS.load_stall_s * 3), pong("loading", 1.0)
     assert Story().beats(5, rank_0=done, rank_1=reading) is None
-    error = Story().beats(5, rank_0=done, rank_1=pong("idle", 1.0))
-    assert error is not None
-    assert error.code is Code.RANK_STALLED
+    assert Story().stuck(5, rank_0=done, rank_1=pong("idle", 1.0)).code is Code.RANK_STALLED
 
 
 @pytest.mark.parametrize(("phase", "times"), [("decode", 20), ("prefill", 4)])
@@ -270,11 +251,8 @@ def test_who_is_slow_is_given_time_by_what_forwards_took_before(phase: str, time
     slow, quick = (pong(phase, limit_s, expected_us=us) for us in (2_000_000, 0))
     assert Story().beats(3, rank_0=slow, rank_1=quick) is None
     late = pong(phase, limit_s + 0.1, expected_us=2_000_000)
-    error = Story().beats(3, rank_0=late, rank_1=late)
-    assert error is not None
-    assert error.code is Code.RANK_STALLED
-    error = Story().beats(3, rank_0=quick, rank_1=quick)
-    assert error is not None
+    assert Story().stuck(3, rank_0=late, rank_1=late).code is Code.RANK_STALLED
+    Story().stuck(3, rank_0=quick, rank_1=quick)
 
 
 def test_any_expectation_of_a_rank_is_noticed_in_the_end() -> None:
@@ -285,59 +263,36 @@ def test_any_expectation_of_a_rank_is_noticed_in_the_end() -> None:
         assert (error and error.code) == code
 
 
-def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:
-    story = Story()
+def test_while_warming_up_a_forward_may_take_as_long_as_that_may_and_nothing_else() -> None:
+    """First forwards may have kernels compiled. No disk that hangs is excused by that, and no silence."""
+
+    def cold() -> Story:
+        story = Story()
+        story.watch.warming_up = True
+        return story
+
+    compiling, late = (pong("decode", phase_s=LIMITS.warm_up_s + over_s) for over_s in (0.0, 0.1))
+    assert (story := cold()).beats(5, rank_0=compiling, rank_1=compiling) is None
+    assert story.stuck(5, rank_0=late, rank_1=pong()).code is Code.RANK_STALLED
+    hangs = pong("loading", phase_s=LIMITS.load_stall_s + 0.1)
+    assert "no progress in loading" in cold().stuck(5, rank_0=hangs, rank_1=hangs).detail
+    silent = cold().stuck(LIMITS.silence_s + 1, rank_0=pong("prefill", phase_s=5.0))
+    assert "rank 1 has been silent" in silent.detail
+    slow, warm = pong("decode", phase_s=LIMITS.decode_stall_s + 0.1), cold()
+    assert warm.beats(5, rank_0=slow, rank_1=slow) is None
+    warm.watch.warming_up = False
+    assert warm.stuck(1, rank_0=slow, rank_1=slow).code is Code.RANK_STALLED
+
+
+def test_an_observer_that_was_late_forgives_for_a_while() -> None:
     stuck = pong("decode", phase_s=LIMITS.decode_stall_s * 1.5)
+    story = Story()
     story.now += 3.0
     assert story.beats(1, rank_0=stuck, rank_1=stuck) is None
-
-
-def test_while_warming_up_a_forward_may_take_as_long_as_that_may() -> None:
-    """First forwards may have kernels compiled."""
-    story = Story()
-    story.watch.warming_up = True
-    compiling = pong("decode", phase_s=LIMITS.warm_up_s)
-    assert story.beats(5, rank_0=compiling, rank_1=compiling) is None
-    error = story.beats(5, rank_0=pong("decode", phase_s=LIMITS.warm_up_s + 0.1), rank_1=pong())
-    assert error is not None
-    assert error.code is Code.RANK_STALLED
-
-
-def test_warming_up_excuses_no_disk_that_hangs() -> None:
-    story = Story()
-    story.watch.warming_up = True
-    hangs = pong("loading", phase_s=LIMITS.load_stall_s + 0.1)
-    error = story.beats(5, rank_0=hangs, rank_1=hangs)
-    assert error is not None
-    assert "no progress in loading" in error.detail
-
-
-def test_warming_up_excuses_no_silence() -> None:
-    story = Story()
-    story.watch.warming_up = True
-    error = story.beats(LIMITS.silence_s + 1, rank_0=pong("prefill", phase_s=5.0))
-    assert error is not None
-    assert "rank 1 has been silent" in error.detail
-
-
-def test_when_it_is_warm_the_limits_are_what_they_were() -> None:
-    story = Story()
-    slow = pong("decode", phase_s=LIMITS.decode_stall_s + 0.1)
-    story.watch.warming_up = True
-    assert story.beats(5, rank_0=slow, rank_1=slow) is None
-    story.watch.warming_up = False
-    error = story.beats(1, rank_0=slow, rank_1=slow)
-    assert error is not None
-    assert error.code is Code.RANK_STALLED
-
-
-def test_after_a_while_on_time_the_limits_are_what_they_were() -> None:
     story = Story()
     story.now += 2.0
     assert story.beats(LIMITS.silence_s * 2 + 1, rank_0=pong(), rank_1=pong()) is None
-    error = story.beats(LIMITS.silence_s + 1, rank_0=pong())
-    assert error is not None
-    assert "silent for 3." in error.detail
+    assert "silent for 3." in story.stuck(LIMITS.silence_s + 1, rank_0=pong()).detail
 
 
 def test_the_newest_answer_of_each_rank_is_kept() -> None:
@@ -354,48 +309,47 @@ def lost(rank: int, other: int) -> FailureReport:
     return FailureReport(rank, GroupError(f"lost rank {other}: its link is gone", Code.RANK_LOST))
 
 
-def test_a_rank_that_says_why_explains_those_that_lost_it() -> None:
-    why = FailureReport(1, GroupError("rank 1: step 7: digest differs", Code.DESYNC))
-    ended = exit_report(1, exit_status(Code.DESYNC), Code.DESYNC)
-    assert pick_cause([lost(0, 1), why, ended]) is why.error
+def said(rank: int, words: str, code: Code) -> FailureReport:
+    return FailureReport(rank, GroupError(words, code))
 
 
-def test_how_a_process_ended_explains_those_that_lost_it() -> None:
-    killed = exit_report(1, -9, None)
-    assert pick_cause([lost(0, 1), killed]) is killed.error
-    assert pick_cause([killed, lost(0, 1)]) is killed.error
+def ended(rank: int, code: Code, words: str = "") -> FailureReport:
+    return exit_report(rank, exit_status(code), code, words)
 
 
-@pytest.mark.parametrize("status", [-9, -11, -6, 1])
-def test_a_rank_that_left_because_it_lost_another_is_not_the_cause(status: int) -> None:
-    crashed = exit_report(1, status, code_of_exit(status))
-    followed = exit_report(0, exit_status(Code.RANK_LOST), Code.RANK_LOST)
-    for reports in ([crashed, lost(0, 1), followed], [lost(0, 1), followed, crashed]):
-        assert pick_cause(reports) is crashed.error
+KILLED = exit_report(1, -9, None)
+WHY = said(1, "rank 1: step 7: digest differs", Code.DESYNC)
+FAILED = said(0, "rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED)
+RING = "rank 0: RuntimeError: [ring] connection to a peer was lost"
+FOLLOWED = {code: said(0, RING, code) for code in (Code.FORWARD_FAILED, Code.PROOF_FAILED)}
+CRASHED = [exit_report(1, status, code_of_exit(status)) for status in (-9, -11, -6, 1)]
+LEFT = ended(0, Code.RANK_LOST)
 
 
-@pytest.mark.parametrize("code", [Code.FORWARD_FAILED, Code.PROOF_FAILED])
-def test_a_forward_or_a_proof_that_lost_its_neighbour_is_not_the_cause(code: Code) -> None:
-    """MLX may notice sooner than anybody else."""
-    words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
-    followed = FailureReport(0, GroupError(words, code))
-    killed = exit_report(1, -9, None)
-    assert pick_cause([followed, killed]) is killed.error
-    assert pick_cause([followed, lost(1, 0)]) is followed.error
-    failed = FailureReport(0, GroupError("rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED))
-    assert pick_cause([failed, killed]) is failed.error
-
-
-def test_what_a_rank_wrote_down_counts_when_its_end_is_seen_before_its_last_frame() -> None:
-    words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
-    followed = exit_report(0, exit_status(Code.FORWARD_FAILED), Code.FORWARD_FAILED, words)
-    killed = exit_report(1, -9, None)
-    assert pick_cause([followed, killed]) is killed.error
-
-
-def test_among_equals_the_first_report_counts() -> None:
-    first = FailureReport(0, GroupError("a", Code.DESYNC))
-    assert pick_cause([first, FailureReport(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error
+@pytest.mark.parametrize(
+    ("reports", "cause"),
+    [
+        pytest.param([lost(0, 1), WHY, ended(1, Code.DESYNC)], WHY, id="who says why"),
+        pytest.param([lost(0, 1), KILLED], KILLED, id="how a process ended"),
+        pytest.param([KILLED, lost(0, 1)], KILLED, id="how it ended, first"),
+        *(
+            (each, crash)
+            for crash in CRASHED
+            for each in ([crash, lost(0, 1), LEFT], [lost(0, 1), LEFT, crash])
+        ),
+        # MLX may notice sooner than anybody else that a neighbour is lost.
+        *(([followed, KILLED], KILLED) for followed in FOLLOWED.values()),
+        *(([followed, lost(1, 0)], followed) for followed in FOLLOWED.values()),
+        ([FAILED, KILLED], FAILED),
+        pytest.param(
+            [ended(0, Code.FORWARD_FAILED, RING), KILLED], KILLED, id="an end before the last frame"
+        ),
+        pytest.param([WHY, FAILED], WHY, id="the first of equals"),
+        pytest.param([only := lost(0, 1)], only, id="a consequence alone"),
+    ],
+)
+def test_the_cause_among_reports(reports: list[FailureReport], cause: FailureReport) -> None:
+    assert pick_cause(reports) is cause.error
 
 
 @pytest.mark.parametrize(
@@ -414,23 +368,18 @@ def test_a_rank_on_another_mac_is_named_with_its_mac_and_once(detail: str, named
     assert with_name(detail, {0: "in", 1: "mini"}) == named
 
 
-def test_a_consequence_alone_is_better_than_nothing() -> None:
-    only = lost(0, 1)
-    assert pick_cause([only]) is only.error
-
-
-def test_a_signal_is_named() -> None:
-    assert exit_report(1, -11, None).error.detail == "rank 1 was ended by signal 11"
-    assert (
-        exit_report(1, -11, None, phase="idle").error.detail == "rank 1 was ended by signal 11 in phase idle"
-    )
+@pytest.mark.parametrize(
+    ("signal", "how", "code", "words"),
+    [
+        (-11, {}, Code.RANK_LOST, "rank 1 was ended by signal 11"),
+        (-11, {"phase": "idle"}, Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle"),
+        (-14, {}, Code.FORM_FAILED, "rank 1 did not form the group in time"),  # the alarm around forming
+    ],
+)
+def test_a_signal_is_named(signal: int, how: dict[str, str], code: Code, words: str) -> None:
+    report = exit_report(1, signal, None, **how)
+    assert (report.error.code, report.error.detail) == (code, words)
     assert "memory runs out" in exit_report(1, -9, None, phase="idle").error.detail
-
-
-def test_the_alarm_around_forming_is_named() -> None:
-    report = exit_report(1, -14, None)
-    assert report.error.code is Code.FORM_FAILED
-    assert report.error.detail == "rank 1 did not form the group in time"
 
 
 @pytest.mark.parametrize("code", list(Code))

@@ -33,18 +33,18 @@ def test_each_rank_gets_all_bytes_in_rank_order_however_they_came() -> None:
             for rank in order:
                 assert answers == []
                 answers = hub.receive(rank, part(rank, number, size))
+                assert hub.has_begun is (rank == order[0]), "a round begins with the first who comes"
             data = b"".join(part(rank, number, size).data for rank in range(3))
             assert answers == [(rank, Gathered(number, data)) for rank in range(3)]
-
-
-def test_ranks_may_say_the_same() -> None:
+            assert hub.late() == [], "no rank is late between two rounds"
     hub = SideChannelHub(2)
     assert hub.receive(0, SideChannel(1, b"same")) == []
     assert [answer.data for _, answer in hub.receive(1, SideChannel(1, b"same"))] == [b"samesame"] * 2
 
 
-def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
+def test_ranks_that_stay_away_are_named_to_those_who_came() -> None:
     hub = SideChannelHub(3)
+    assert hub.late() == []
     go_round(hub, range(3), 1)
     hub.receive(0, part(0, 2))
     hub.receive(2, part(2, 2))
@@ -52,26 +52,6 @@ def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
     assert hub.late() == [(rank, Gathered(2, b"", words)) for rank in range(3)]
     assert hub.error == words
     assert hub.late() == []
-
-
-def test_no_rank_is_late_between_two_rounds() -> None:
-    hub = SideChannelHub(2)
-    assert hub.late() == []
-    go_round(hub, range(2), 1)
-    assert hub.late() == []
-    assert go_round(hub, range(2), 2)
-
-
-def test_a_round_begins_with_the_first_who_comes_to_it() -> None:
-    hub, begun = SideChannelHub(3), []
-    for number in range(1, 4):
-        for rank in range(3):
-            hub.receive(rank, part(rank, number))
-            begun.append(hub.has_begun)
-    assert begun == [True, False, False] * 3
-
-
-def test_all_who_are_missing_are_named() -> None:
     hub = SideChannelHub(4)
     hub.receive(2, part(2, 1))
     ((rank, answer),) = hub.late()
@@ -89,58 +69,41 @@ def test_who_speaks_after_the_end_is_told_why_and_only_once() -> None:
     assert hub.late() == []
 
 
-def test_the_first_reason_counts() -> None:
+def test_the_first_reason_counts_and_none_is_an_error_too() -> None:
     hub = SideChannelHub(2)
     assert hub.abort("rank 0 did not form: errno 22") == []
     assert hub.abort("rank 1 is gone") == []
     ((_, answer),) = hub.receive(1, part(1, 1))
     assert answer.error == "rank 0 did not form: errno 22"
-    assert SideChannelHub(2).abort("") == []
-
-
-def test_an_abort_without_a_reason_is_no_answer_without_an_error() -> None:
     hub = SideChannelHub(2)
-    hub.abort("")
+    assert hub.abort("") == []
     ((_, answer),) = hub.receive(1, part(1, 1))
     assert answer.error
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("rounds", "rank", "message", "words"),
     [
-        (
-            SideChannel(2, b"abcd"),
-            "rank 1 came with round 2 to round 1 of JACCL's side channel; they run other",
-        ),
-        (
-            SideChannel(1, b"abcde"),
-            "rank 1 sent 5 bytes in round 1 of JACCL's side channel, rank 0 sent 4; they",
-        ),
-        (SideChannel(1, b""), "rank 1 sent 0 bytes in round 1 of JACCL's side channel, rank 0 sent 4; they"),
+        (0, 1, SideChannel(2, b"abcd"), "rank 1 came with round 2 to round 1"),
+        (0, 1, SideChannel(1, b"abcde"), "rank 1 sent 5 bytes in round 1 of {channel}, rank 0 sent 4; they"),
+        (0, 1, SideChannel(1, b""), "rank 1 sent 0 bytes in round 1 of {channel}, rank 0 sent 4; they"),
+        (1, 1, SideChannel(1, b"abcd"), "rank 1 came with round 1 to round 2"),
+        (0, 0, SideChannel(1, b"abcd"), "rank 0 came twice to round 1"),
     ],
 )
-def test_a_rank_with_other_settings_ends_it_for_all(message: SideChannel, words: str) -> None:
+def test_a_rank_with_other_settings_ends_it_for_all(
+    rounds: int, rank: int, message: SideChannel, words: str
+) -> None:
     hub = SideChannelHub(3)
-    hub.receive(0, SideChannel(1, b"abcd"))
-    answers = hub.receive(1, message)
-    assert [rank for rank, _ in answers] == [0, 1]
+    for number in range(1, rounds + 1):
+        go_round(hub, range(3), number)
+    hub.receive(0, SideChannel(rounds + 1, b"abcd"))
+    answers, words = hub.receive(rank, message), words.format(channel="JACCL's side channel")
+    told = [0, 1, 2] if rounds else sorted({0, rank})
+    assert [each for each, _ in answers] == told
     assert all(answer.error.startswith(words) and not answer.data for _, answer in answers)
-    assert [rank for rank, _ in hub.receive(2, SideChannel(1, b"abcd"))] == [2]
-
-
-def test_a_rank_that_falls_back_a_round() -> None:
-    hub = SideChannelHub(2)
-    go_round(hub, range(2), 1)
-    hub.receive(0, part(0, 2))
-    assert [rank for rank, _ in hub.receive(1, part(1, 1))] == [0, 1]
-    assert "rank 1 came with round 1 to round 2" in hub.error
-
-
-def test_a_rank_that_comes_twice() -> None:
-    hub = SideChannelHub(3)
-    hub.receive(0, part(0, 1))
-    assert [rank for rank, _ in hub.receive(0, part(0, 1))] == [0]
-    assert "rank 0 came twice to round 1" in hub.error
+    assert hub.error.startswith(words)
+    assert [each for each, _ in hub.receive(2, SideChannel(rounds + 1, b"abcd"))] == [2][: 2 not in told]
 
 
 def test_more_rounds_than_anybody_needs() -> None:

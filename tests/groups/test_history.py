@@ -60,7 +60,7 @@ def test_a_failure_and_the_epoch_after_it() -> None:
     assert told.history.stories[1].stages == [("spawned", 0.4), ("formed", 1.5)]
 
 
-def test_what_was_said_first_holds() -> None:
+def test_what_was_said_first_holds_and_an_epoch_that_was_never_ready_says_so() -> None:
     told = Told()
     told.begins(1)
     told.ready(1.0)
@@ -71,13 +71,9 @@ def test_what_was_said_first_holds() -> None:
     told.ready(1.0)
     assert told.rows("ready_s", "lasted_s", "code") == [(1.0, 7.0, "rank_lost")]
     assert told.history.stories[0].stages == []
-
-
-def test_an_epoch_that_was_never_ready_says_so() -> None:
-    told = Told()
-    told.begins(1)
+    told.begins(2)
     told.ends(3.0, "group_form_failed", "no cable")
-    assert told.rows("ready_s", "lasted_s") == [(None, 3.0)]
+    assert told.rows("ready_s", "lasted_s")[0] == (None, 3.0)
 
 
 def test_only_the_last_ones_are_kept() -> None:
@@ -103,27 +99,31 @@ def test_what_another_mac_tells_of_its_group() -> None:
     ]
 
 
-@pytest.mark.parametrize(("epoch", "state"), [(0, "idle"), (7, "restarting"), (7, "failed"), (7, "idle")])
-def test_a_group_elsewhere_that_is_none_any_more(epoch: int, state: str) -> None:
+@pytest.mark.parametrize(
+    ("news", "rows"),
+    [
+        *(
+            ([(*new, "it is gone")], [(7, 3.0, "it is gone")])
+            for new in ((0, "idle"), (7, "restarting"), (7, "failed"), (7, "idle"))
+        ),
+        pytest.param(
+            [(8, "loading", "connecting to rank 0")],
+            [(8, None, None), (7, 3.0, None)],
+            id="a reason of the new one",
+        ),
+        pytest.param(
+            [(0, "idle", "the link is gone"), (7, "ready", "")], [(7, None, None)], id="news that were lost"
+        ),
+    ],
+)
+def test_what_is_told_after_a_group_elsewhere_was_ready(
+    news: list[tuple[int, str, str]], rows: list[tuple[object, ...]]
+) -> None:
     told = Told()
     told.told(7, "ready")
-    told.told(epoch, state, "it is gone", after=3.0)
-    assert told.rows("epoch", "lasted_s", "reason") == [(7, 3.0, "it is gone")]
-
-
-def test_a_reason_that_is_about_the_new_group_is_none_of_the_old_one() -> None:
-    told = Told()
-    told.told(7, "ready")
-    told.told(8, "loading", "connecting to rank 0")
-    assert told.rows("epoch", "reason") == [(8, None), (7, None)]
-
-
-def test_an_epoch_whose_news_were_lost_for_a_while_is_still_the_same() -> None:
-    told = Told()
-    told.told(7, "ready")
-    told.told(0, "idle", "the link is gone")
-    told.told(7, "ready")
-    assert told.rows("epoch", "lasted_s", "reason") == [(7, None, None)]
+    for epoch, state, reason in news:
+        told.told(epoch, state, reason, after=3.0)
+    assert told.rows("epoch", "lasted_s", "reason") == rows
 
 
 def test_an_epoch_of_this_mac_that_has_ended_does_not_begin_again_because_another_mac_speaks_of_it() -> None:
@@ -135,12 +135,27 @@ def test_an_epoch_of_this_mac_that_has_ended_does_not_begin_again_because_anothe
     assert told.rows("epoch", "lasted_s", "code") == [(7, 1.0, "rank_lost")]
 
 
-def test_a_rate_is_known_after_two_reads() -> None:
+@pytest.mark.parametrize(
+    "reads",
+    [
+        pytest.param(
+            [(100, 10.0, None), (110, 10.1, None), (150, 11.0, 50.0), (150, 13.0, 16.7)], id="two reads"
+        ),
+        pytest.param(
+            [(0, 0.0, None), (1_000_000, 60.0, None), (1_000_030, 61.0, 30.0)], id="long after the last"
+        ),
+        # Others would refuse a negative rate. The next group counts its tokens from 0.
+        pytest.param([(500, 0.0, None), (0, 1.0, None), (30, 2.0, 30.0)], id="a count that begins again"),
+        pytest.param([(0, 0.0, None), None, (500, 1.0, None), (500, 2.0, 0.0)], id="a new group"),
+    ],
+)
+def test_the_rate_after_each_read(reads: list[tuple[int, float, float | None] | None]) -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
-    assert meter.rate(100, 10.0) is None
-    assert meter.rate(110, 10.1) is None
-    assert meter.rate(150, 11.0) == 50.0
-    assert meter.rate(150, 13.0) == 16.7
+    for read in reads:
+        if read is None:
+            meter.reset()
+        else:
+            assert meter.rate(*read[:2]) == read[2]
 
 
 def test_what_came_before_the_window_does_not_count() -> None:
@@ -148,26 +163,3 @@ def test_what_came_before_the_window_does_not_count() -> None:
     for second in range(10):
         meter.rate(1000 if second else 0, float(second))
     assert meter.rate(1000, 10.0) == 0.0
-
-
-def test_a_rate_is_not_known_long_after_the_last_read() -> None:
-    meter = RateMeter(window_s=4.0, least_s=0.5)
-    meter.rate(0, 0.0)
-    assert meter.rate(1_000_000, 60.0) is None
-    assert meter.rate(1_000_030, 61.0) == 30.0
-
-
-def test_a_count_that_begins_again_gives_no_negative_rate() -> None:
-    """Others would refuse it. The next group counts its tokens from 0."""
-    meter = RateMeter(window_s=4.0, least_s=0.5)
-    meter.rate(500, 0.0)
-    assert meter.rate(0, 1.0) is None
-    assert meter.rate(30, 2.0) == 30.0
-
-
-def test_a_rate_starts_over_with_a_new_group() -> None:
-    meter = RateMeter(window_s=4.0, least_s=0.5)
-    meter.rate(0, 0.0)
-    meter.reset()
-    assert meter.rate(500, 1.0) is None
-    assert meter.rate(500, 2.0) == 0.0

@@ -37,7 +37,7 @@ from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import run, sees, within
+from .scenes import run, scenes, sees, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -59,14 +59,14 @@ def start(epoch: int = 5, backend: str = "ring") -> StartRank:
 class Story:
     """Hosted ranks, and their reports by receiver."""
 
-    def __init__(self, home: Path, **limits: float) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
         self.orders = Orders(home.parent / "orders")
         self.said: dict[str, list[Message]] = {HOST: [], OTHER: []}
         self.deaf = False
         self._news = asyncio.Event()
         node = SimpleNamespace(
-            settings=Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
+            settings=Settings(home, "", 0, 1, "tiny", limits=LIMITS),
             links=SimpleNamespace(send=self._send, on=lambda *_: None, on_lost=lambda _: None),
             enrolment=SimpleNamespace(on_gone=lambda _: None),
             membership=SimpleNamespace(status_of=lambda host: SimpleNamespace(boot_id=f"boot of {host}")),
@@ -115,11 +115,11 @@ class Story:
         return rank_processes(self.home)
 
 
-def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: float) -> None:
+def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]]) -> None:
     """Play a story at whose end nothing of the hosted rank is left."""
 
     async def scene() -> None:
-        stage = Story(tmp_path / "home", **limits)
+        stage = Story(tmp_path / "home")
         try:
             await within(story(stage))
         finally:
@@ -131,55 +131,52 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: fl
     run(scene())
 
 
-def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(1, jaccl=True)
-        stage.hosted.received(HOST, prepare())
-        prepared = await stage.hears(Prepared)
-        assert prepared.path == "/models/one"
-        assert prepared.ring.startswith("127.0.0.1:")
-        [rank] = stage.hosted.ranks
-        assert (rank.order.epoch, rank.host, rank.host_boot) == (5, HOST, f"boot of {HOST}")
-        assert (stage.hosted.last_epoch(HOST), stage.hosted.last_epoch(OTHER)) == (5, 4)
-        assert stage.hosted.models == {Path("/models/one")}
-        stage.hosted.received(HOST, start())
-        assert (await stage.hears(RankStarted)).jaccl
-        assert (await stage.hears(RankPong, count=2)).pong.phase == "idle"
-        stage.hosted.received(HOST, EndEpoch(5, True))
-        await stage.hears(EpochEnded)
-        assert stage.orders.notes("shut down")
-        assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
-        assert not stage.hosted.ranks
-        assert stage.hosted.models == set()
-        assert stage.pids() == []
-        assert stage.heard(RankTrouble) == []
-
-    play(tmp_path, story)
+scene = scenes(play, "tmp_path")
 
 
-def test_only_this_mac_decides_where_and_how_much_its_ranks_write(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.prepared()
-        order = start()
-        chosen = replace(order.bootstrap, disk_folder="/Users/else/Library", disk_bytes=10**15)
-        stage.hosted.received(HOST, replace(order, bootstrap=chosen))
-        await stage.hears(RankStarted)
-        [told] = stage.orders.notes("bootstrap")
-        assert told["disk_folder"] == str(stage.home / "kv-cache")
-        assert 0 < told["disk_bytes"] <= 50 * 10**9
+@scene()
+async def test_a_rank_from_its_order_to_its_end(stage: Story) -> None:
+    stage.orders.give(1, jaccl=True)
+    stage.hosted.received(HOST, prepare())
+    prepared = await stage.hears(Prepared)
+    assert prepared.path == "/models/one"
+    assert prepared.ring.startswith("127.0.0.1:")
+    [rank] = stage.hosted.ranks
+    assert (rank.order.epoch, rank.host, rank.host_boot) == (5, HOST, f"boot of {HOST}")
+    assert (stage.hosted.last_epoch(HOST), stage.hosted.last_epoch(OTHER)) == (5, 4)
+    assert stage.hosted.models == {Path("/models/one")}
+    stage.hosted.received(HOST, start())
+    assert (await stage.hears(RankStarted)).jaccl
+    assert (await stage.hears(RankPong, count=2)).pong.phase == "idle"
+    stage.hosted.received(HOST, EndEpoch(5, True))
+    await stage.hears(EpochEnded)
+    assert stage.orders.notes("shut down")
+    assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
+    assert not stage.hosted.ranks
+    assert stage.hosted.models == set()
+    assert stage.pids() == []
+    assert stage.heard(RankTrouble) == []
 
-    play(tmp_path, story)
+
+@scene()
+async def test_only_this_mac_decides_where_and_how_much_its_ranks_write(stage: Story) -> None:
+    await stage.prepared()
+    order = start()
+    chosen = replace(order.bootstrap, disk_folder="/Users/else/Library", disk_bytes=10**15)
+    stage.hosted.received(HOST, replace(order, bootstrap=chosen))
+    await stage.hears(RankStarted)
+    [told] = stage.orders.notes("bootstrap")
+    assert told["disk_folder"] == str(stage.home / "kv-cache")
+    assert 0 < told["disk_bytes"] <= 50 * 10**9
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_each_mac_decides_whether_its_gpu_is_kept_warm(tmp_path: Path, wanted: bool) -> None:
-    async def story(stage: Story) -> None:
-        stage.hosted._node.settings = replace(stage.hosted._node.settings, keep_warm=wanted)
-        await stage.prepared()
-        [pid] = stage.pids()
-        assert ("--keep-warm" in psutil.Process(pid).cmdline()) is wanted
-
-    play(tmp_path, story)
+@scene()
+async def test_each_mac_decides_whether_its_gpu_is_kept_warm(stage: Story, wanted: bool) -> None:
+    stage.hosted._node.settings = replace(stage.hosted._node.settings, keep_warm=wanted)
+    await stage.prepared()
+    [pid] = stage.pids()
+    assert ("--keep-warm" in psutil.Process(pid).cmdline()) is wanted
 
 
 Ending = Callable[[Story], Awaitable[None]]
@@ -210,36 +207,31 @@ async def it_died(stage: Story) -> None:
         (it_died, "epoch 5 failed: its host knows why", signal.SIGKILL),
     ],
 )
-def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
-    tmp_path: Path, fault: Ending, detail: str, number: int
+@scene()
+async def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
+    stage: Story, fault: Ending, detail: str, number: int
 ) -> None:
     """With the epoch's number and id, so that it goes with the files of other Macs."""
-
-    async def story(stage: Story) -> None:
-        await stage.started()
-        await stage.hears(RankPong)
-        await fault(stage)
-        await sees(lambda: list(stage.home.glob(f"{FOLDER}/*/rank-1.json")))
-        [folder] = (stage.home / FOLDER).iterdir()
-        told = json.loads((folder / "epoch.json").read_text())
-        mine = json.loads((folder / "rank-1.json").read_text())
-        assert told["cause"]["detail"] == detail
-        assert (mine["epoch"], mine["epoch_id"], told["epoch_id"]) == (5, EPOCH_ID, EPOCH_ID)
-        assert (mine["rank"], mine["signal"], mine["by_agent"]) == (1, number, number == signal.SIGTERM)
-        assert mine["pong"]["phase"] == "idle"
-        assert bool(told["reports"]) is (fault is not its_host_failed)
-
-    play(tmp_path, story)
+    await stage.started()
+    await stage.hears(RankPong)
+    await fault(stage)
+    await sees(lambda: list(stage.home.glob(f"{FOLDER}/*/rank-1.json")))
+    [folder] = (stage.home / FOLDER).iterdir()
+    told = json.loads((folder / "epoch.json").read_text())
+    mine = json.loads((folder / "rank-1.json").read_text())
+    assert told["cause"]["detail"] == detail
+    assert (mine["epoch"], mine["epoch_id"], told["epoch_id"]) == (5, EPOCH_ID, EPOCH_ID)
+    assert (mine["rank"], mine["signal"], mine["by_agent"]) == (1, number, number == signal.SIGTERM)
+    assert mine["pong"]["phase"] == "idle"
+    assert bool(told["reports"]) is (fault is not its_host_failed)
 
 
-def test_a_rank_that_never_started_is_no_loss(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.prepared()
-        stage.hosted.received(HOST, EndEpoch(5, False))
-        await stage.hears(EpochEnded)
-        assert not (stage.home / FOLDER).exists()
-
-    play(tmp_path, story)
+@scene()
+async def test_a_rank_that_never_started_is_no_loss(stage: Story) -> None:
+    await stage.prepared()
+    stage.hosted.received(HOST, EndEpoch(5, False))
+    await stage.hears(EpochEnded)
+    assert not (stage.home / FOLDER).exists()
 
 
 async def ended(stage: Story) -> None:
@@ -275,263 +267,227 @@ ENDS = (ended, lost, cleared, closed)
         for j, moment in enumerate(MOMENTS)
     ],
 )
-def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending, moment: str) -> None:
+@scene()
+async def test_who_is_ended_on_the_way_up_does_not_live_on(stage: Story, end: Ending, moment: str) -> None:
     """An order to end, or the end of the link, may come at any time of starting."""
-
-    async def story(stage: Story) -> None:
-        if moment == "before its hello":
-            stage.orders.give(1, silent=True)
-        if moment == "while it joins":
-            stage.orders.give(1, deaf=True)
-        stage.hosted.received(HOST, prepare())
-        if moment == "before its hello":
-            await sees(lambda: stage.orders.notes("started"))
-        if moment == "while it joins":
-            await stage.hears(Prepared)
-            stage.hosted.received(HOST, start())
-            await sees(lambda: stage.orders.notes("bootstrap"))
-        await end(stage)
-        await sees(lambda: stage.epoch == 0)
-        told = len(stage.said[HOST])
-        stage.orders.give(1)
-        stage.deaf = False
-        if end is not closed:  # the next one finds its way free
-            stage.hosted.received(HOST, prepare(6))
-            assert (await stage.hears(Prepared, count=1 + (moment == "while it joins"))).epoch == 6
-            assert len(stage.pids()) == 1
-            assert len(stage.said[HOST]) == told + 1
-
-    play(tmp_path, story)
-
-
-def test_a_newer_order_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        for epoch in range(6, 40):
-            stage.hosted.received(HOST, prepare(epoch))
-        assert stage.epoch == 39
-        assert (await stage.hears(Prepared, count=2)).epoch == 39
-        assert len(stage.pids()) == 1
-        assert [note["epoch"] for note in stage.orders.notes("started")] == [5, 39]
-        stage.hosted.received(HOST, EndEpoch(5, False))
-        await stage.hears(EpochEnded)
-        assert (stage.epoch, len(stage.pids())) == (39, 1)
-
-    play(tmp_path, story)
-
-
-def test_the_next_rank_of_a_group_starts_once_the_last_one_has_given_its_memory_back(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(1, frees_s=1.0)
-        await stage.started()
-        [first] = stage.pids()
-        stage.hosted.received(HOST, prepare(6))
-        assert stage.hosted.models == {Path("/models/one")}, "it still has its files open"
-        await sees(lambda: stage.pids() != [first])
-        assert stage.pids() == [] or first not in stage.pids()
-        assert (await stage.hears(Prepared, count=2)).epoch == 6
-
-    play(tmp_path, story)
-
-
-def test_a_rank_that_fails_again_and_again_is_reported_so_often_and_no_more(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        [rank] = stage.hosted.ranks
-        for _ in range(100):
-            rank.report(FailureReport(1, GroupError("it says so again")))
-        assert len(stage.heard(RankTrouble)) == len(rank._reports) == MAX_REPORTS
-
-    play(tmp_path, story)
-
-
-def test_orders_of_others_and_for_other_epochs_change_nothing(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        for host, epoch in ((OTHER, 5), (HOST, 4), (HOST, 6)):
-            for order in (
-                start(epoch),
-                EndEpoch(epoch, False),
-                EndEpoch(epoch, True),
-                RankGathered(epoch, 1, Gathered(1, b"ab")),
-            ):
-                stage.hosted.received(host, order)
-        stage.hosted.lost(OTHER)
-        await stage.hears(EpochEnded, OTHER, count=2)
-        await stage.hears(EpochEnded, HOST, count=4)
-        pongs = len(stage.heard(RankPong))
-        await stage.hears(RankPong, count=pongs + 3)
-        assert (stage.epoch, len(stage.pids())) == (5, 1)
-        assert len(stage.orders.notes("bootstrap")) == 1
-        assert stage.heard(RankTrouble) == []
-
-    play(tmp_path, story)
-
-
-def test_ranks_of_two_hosts_and_of_several_groups_live_and_end_by_themselves(tmp_path: Path) -> None:
-    """Also where two hosts use one number: it is their own."""
-
-    async def story(stage: Story) -> None:
-        ours = ((HOST, 5, "0"), (HOST, 6, "big#0"), (OTHER, 5, "0"), (OTHER, 7, "small#1"))
-        for host, epoch, group in ours:
-            stage.hosted.received(host, prepare(epoch, group=group))
-        for host in (HOST, OTHER):
-            await stage.hears(Prepared, host, count=2)
-        for host, epoch, _ in ours:
-            stage.hosted.received(host, start(epoch))
-        for host in (HOST, OTHER):
-            await stage.hears(RankStarted, host, count=2)
-        assert {rank.key for rank in stage.hosted.ranks} == {(host, epoch) for host, epoch, _ in ours}
-        assert len(stage.pids()) == len({each.name for each in stage.home.glob("run/*")}) == 4
-
-        [victim] = [each for each in stage.hosted._alive if each.key == (OTHER, 7)]
-        assert victim.process is not None
-        assert victim.process.pid is not None
-        os.kill(victim.process.pid, signal.SIGKILL)
-        assert (await stage.hears(RankTrouble, OTHER)).epoch == 7
-        stage.hosted.received(HOST, prepare(8, group="big#0"))
-        assert (await stage.hears(Prepared, count=3)).epoch == 8
-        stage.hosted.received(OTHER, EndEpoch(5, True))
-        await stage.hears(EpochEnded, OTHER)
-        assert {rank.key for rank in stage.hosted.ranks} == {(HOST, 5), (HOST, 8), (OTHER, 7)}
-        pongs = len(stage.heard(RankPong))
-        await stage.hears(RankPong, count=pongs + 3)
-        assert {each.epoch for each in stage.heard(RankPong)[pongs + 1 :]} == {5}
-        stage.hosted.lost(HOST)
-        await sees(lambda: stage.pids() == [])
-        assert {rank.key for rank in stage.hosted.ranks} == {(OTHER, 7)}
-        assert {each.epoch for each in stage.heard(RankTrouble, OTHER)} == {7}
-
-    play(tmp_path, story)
-
-
-def test_a_slow_or_flooded_host_holds_up_no_other(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
+    if moment == "before its hello":
         stage.orders.give(1, silent=True)
-        stage.hosted.received(HOST, prepare())
+    if moment == "while it joins":
+        stage.orders.give(1, deaf=True)
+    stage.hosted.received(HOST, prepare())
+    if moment == "before its hello":
         await sees(lambda: stage.orders.notes("started"))
-        for _ in range(2 * MAX_ORDERS):
-            stage.hosted.received(HOST, start())
-        stage.orders.give(1)
-        stage.hosted.received(OTHER, prepare())
-        await stage.hears(Prepared, OTHER)
-        assert stage.said[HOST] == []
-
-    play(tmp_path, story)
-
-
-def test_a_rank_that_is_started_twice_is_no_rank_any_more(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
+    if moment == "while it joins":
+        await stage.hears(Prepared)
         stage.hosted.received(HOST, start())
-        assert (await stage.hears(RankTrouble)).code == Code.OUT_OF_ORDER
-        assert len(stage.heard(RankStarted)) == 1
-
-    play(tmp_path, story)
-
-
-def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.prepared()
-        stage.hosted.received(HOST, start(backend="jaccl"))
-        assert (await stage.hears(RankSide)).side == SideChannel(1, b"1")
-        stage.hosted.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
-        await sees(lambda: stage.orders.notes("gathered"))
-        assert stage.orders.notes("gathered")[0]["data"] == "01"
-
-    play(tmp_path, story)
+        await sees(lambda: stage.orders.notes("bootstrap"))
+    await end(stage)
+    await sees(lambda: stage.epoch == 0)
+    told = len(stage.said[HOST])
+    stage.orders.give(1)
+    stage.deaf = False
+    if end is not closed:  # the next one finds its way free
+        stage.hosted.received(HOST, prepare(6))
+        assert (await stage.hears(Prepared, count=1 + (moment == "while it joins"))).epoch == 6
+        assert len(stage.pids()) == 1
+        assert len(stage.said[HOST]) == told + 1
 
 
-def test_a_model_that_is_not_here_is_said_before_anything_is_started(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.hosted.received(HOST, prepare(model="another"))
-        trouble = await stage.hears(RankTrouble)
-        assert (trouble.code, trouble.detail) == (Code.MODEL_NOT_FOUND, "the model is not here")
-        assert stage.orders.notes("started") == []
+@scene()
+async def test_a_newer_order_takes_the_place_of_an_older_one(stage: Story) -> None:
+    await stage.started()
+    for epoch in range(6, 40):
+        stage.hosted.received(HOST, prepare(epoch))
+    assert stage.epoch == 39
+    assert (await stage.hears(Prepared, count=2)).epoch == 39
+    assert len(stage.pids()) == 1
+    assert [note["epoch"] for note in stage.orders.notes("started")] == [5, 39]
+    stage.hosted.received(HOST, EndEpoch(5, False))
+    await stage.hears(EpochEnded)
+    assert (stage.epoch, len(stage.pids())) == (39, 1)
 
-    play(tmp_path, story)
+
+@scene()
+async def test_the_next_rank_of_a_group_starts_once_the_last_one_has_given_its_memory_back(
+    stage: Story,
+) -> None:
+    stage.orders.give(1, frees_s=1.0)
+    await stage.started()
+    [first] = stage.pids()
+    stage.hosted.received(HOST, prepare(6))
+    assert stage.hosted.models == {Path("/models/one")}, "it still has its files open"
+    await sees(lambda: stage.pids() != [first])
+    assert stage.pids() == [] or first not in stage.pids()
+    assert (await stage.hears(Prepared, count=2)).epoch == 6
 
 
-def test_a_home_that_takes_no_files(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.home.mkdir()
-        (stage.home / "run").write_text("in the way")
-        stage.hosted.received(HOST, prepare())
-        trouble = await stage.hears(RankTrouble)
-        assert trouble.code == Code.FORM_FAILED
-        assert str(stage.home) in trouble.detail
-        (stage.home / "run").unlink()
+@scene()
+async def test_a_rank_that_fails_again_and_again_is_reported_so_often_and_no_more(stage: Story) -> None:
+    await stage.started()
+    [rank] = stage.hosted.ranks
+    for _ in range(100):
+        rank.report(FailureReport(1, GroupError("it says so again")))
+    assert len(stage.heard(RankTrouble)) == len(rank._reports) == MAX_REPORTS
 
-    play(tmp_path, story)
+
+@scene()
+async def test_orders_of_others_and_for_other_epochs_change_nothing(stage: Story) -> None:
+    await stage.started()
+    for host, epoch in ((OTHER, 5), (HOST, 4), (HOST, 6)):
+        for order in (
+            start(epoch),
+            EndEpoch(epoch, False),
+            EndEpoch(epoch, True),
+            RankGathered(epoch, 1, Gathered(1, b"ab")),
+        ):
+            stage.hosted.received(host, order)
+    stage.hosted.lost(OTHER)
+    await stage.hears(EpochEnded, OTHER, count=2)
+    await stage.hears(EpochEnded, HOST, count=4)
+    pongs = len(stage.heard(RankPong))
+    await stage.hears(RankPong, count=pongs + 3)
+    assert (stage.epoch, len(stage.pids())) == (5, 1)
+    assert len(stage.orders.notes("bootstrap")) == 1
+    assert stage.heard(RankTrouble) == []
+
+
+@scene()
+async def test_ranks_of_two_hosts_and_of_several_groups_live_and_end_by_themselves(stage: Story) -> None:
+    """Also where two hosts use one number: it is their own."""
+    ours = ((HOST, 5, "0"), (HOST, 6, "big#0"), (OTHER, 5, "0"), (OTHER, 7, "small#1"))
+    for host, epoch, group in ours:
+        stage.hosted.received(host, prepare(epoch, group=group))
+    for host in (HOST, OTHER):
+        await stage.hears(Prepared, host, count=2)
+    for host, epoch, _ in ours:
+        stage.hosted.received(host, start(epoch))
+    for host in (HOST, OTHER):
+        await stage.hears(RankStarted, host, count=2)
+    assert {rank.key for rank in stage.hosted.ranks} == {(host, epoch) for host, epoch, _ in ours}
+    assert len(stage.pids()) == len({each.name for each in stage.home.glob("run/*")}) == 4
+
+    [victim] = [each for each in stage.hosted._alive if each.key == (OTHER, 7)]
+    os.kill(victim.process.pid, signal.SIGKILL)
+    assert (await stage.hears(RankTrouble, OTHER)).epoch == 7
+    stage.hosted.received(HOST, prepare(8, group="big#0"))
+    assert (await stage.hears(Prepared, count=3)).epoch == 8
+    stage.hosted.received(OTHER, EndEpoch(5, True))
+    await stage.hears(EpochEnded, OTHER)
+    assert {rank.key for rank in stage.hosted.ranks} == {(HOST, 5), (HOST, 8), (OTHER, 7)}
+    pongs = len(stage.heard(RankPong))
+    await stage.hears(RankPong, count=pongs + 3)
+    assert {each.epoch for each in stage.heard(RankPong)[pongs + 1 :]} == {5}
+    stage.hosted.lost(HOST)
+    await sees(lambda: stage.pids() == [])
+    assert {rank.key for rank in stage.hosted.ranks} == {(OTHER, 7)}
+    assert {each.epoch for each in stage.heard(RankTrouble, OTHER)} == {7}
+
+
+@scene()
+async def test_a_slow_or_flooded_host_holds_up_no_other(stage: Story) -> None:
+    stage.orders.give(1, silent=True)
+    stage.hosted.received(HOST, prepare())
+    await sees(lambda: stage.orders.notes("started"))
+    for _ in range(2 * MAX_ORDERS):
+        stage.hosted.received(HOST, start())
+    stage.orders.give(1)
+    stage.hosted.received(OTHER, prepare())
+    await stage.hears(Prepared, OTHER)
+    assert stage.said[HOST] == []
+
+
+@scene()
+async def test_a_rank_that_is_started_twice_is_no_rank_any_more(stage: Story) -> None:
+    await stage.started()
+    stage.hosted.received(HOST, start())
+    assert (await stage.hears(RankTrouble)).code == Code.OUT_OF_ORDER
+    assert len(stage.heard(RankStarted)) == 1
+
+
+@scene()
+async def test_its_rounds_of_the_side_channel_travel_both_ways(stage: Story) -> None:
+    await stage.prepared()
+    stage.hosted.received(HOST, start(backend="jaccl"))
+    assert (await stage.hears(RankSide)).side == SideChannel(1, b"1")
+    stage.hosted.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
+    await sees(lambda: stage.orders.notes("gathered"))
+    assert stage.orders.notes("gathered")[0]["data"] == "01"
+
+
+@scene()
+async def test_a_model_that_is_not_here_is_said_before_anything_is_started(stage: Story) -> None:
+    stage.hosted.received(HOST, prepare(model="another"))
+    trouble = await stage.hears(RankTrouble)
+    assert (trouble.code, trouble.detail) == (Code.MODEL_NOT_FOUND, "the model is not here")
+    assert stage.orders.notes("started") == []
+
+
+@scene()
+async def test_a_home_that_takes_no_files(stage: Story) -> None:
+    stage.home.mkdir()
+    (stage.home / "run").write_text("in the way")
+    stage.hosted.received(HOST, prepare())
+    trouble = await stage.hears(RankTrouble)
+    assert trouble.code == Code.FORM_FAILED
+    assert str(stage.home) in trouble.detail
+    (stage.home / "run").unlink()
 
 
 @pytest.mark.parametrize(
     ("order", "code", "words"),
     [
         ({"silent": True}, Code.LINK_TIMEOUT, "did not reply in time"),
-        (
-            {"die_on": "Welcome", "code": "out_of_memory"},
-            Code.OUT_OF_MEMORY,
-            "rank 1 ended with out_of_memory",
-        ),
-        (
-            {"die_on": "Bootstrap", "code": "out_of_memory"},
-            Code.OUT_OF_MEMORY,
-            "rank 1 ended with out_of_memory",
+        *(
+            ({"die_on": at, "code": "out_of_memory"}, Code.OUT_OF_MEMORY, "rank 1 ended with out_of_memory")
+            for at in ("Welcome", "Bootstrap")
         ),
         ({"error_on": "Bootstrap"}, Code.FORWARD_FAILED, "rank 1 was told to fail"),
     ],
 )
-def test_what_goes_wrong_with_it_is_told_by_its_cause(
-    tmp_path: Path, order: dict[str, Any], code: Code, words: str
+@scene()
+async def test_what_goes_wrong_with_it_is_told_by_its_cause(
+    stage: Story, order: dict[str, Any], code: Code, words: str
 ) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(1, **order)
-        stage.hosted.received(HOST, prepare())
-        if "silent" not in order:
-            await stage.hears(Prepared)
-            stage.hosted.received(HOST, start())
-        await stage.hears(RankTrouble)
-        await sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
-        found = next(trouble for trouble in stage.heard(RankTrouble) if words in trouble.detail)
-        assert found.code == code
-        assert stage.heard(RankStarted) == []
-
-    play(tmp_path, story, **({"spawn_s": 0.5} if "silent" in order else {}))
-
-
-def test_a_rank_that_dies_later_is_told_too(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        os.kill(stage.pids()[0], signal.SIGKILL)
-        await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
-
-    play(tmp_path, story)
+    silent, node = "silent" in order, stage.hosted._node
+    if silent:
+        node.settings = replace(node.settings, limits=replace(LIMITS, spawn_s=0.5))
+    stage.orders.give(1, **order)
+    stage.hosted.received(HOST, prepare())
+    if not silent:
+        await stage.hears(Prepared)
+        stage.hosted.received(HOST, start())
+    await stage.hears(RankTrouble)
+    await sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
+    found = next(trouble for trouble in stage.heard(RankTrouble) if words in trouble.detail)
+    assert found.code == code
+    assert stage.heard(RankStarted) == []
 
 
-def test_a_host_has_so_many_ranks_here_and_no_more(tmp_path: Path) -> None:
+@scene()
+async def test_a_rank_that_dies_later_is_told_too(stage: Story) -> None:
+    await stage.started()
+    os.kill(stage.pids()[0], signal.SIGKILL)
+    await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
+
+
+@scene()
+async def test_a_host_has_so_many_ranks_here_and_no_more(stage: Story) -> None:
     """Each is a process, and the groups may be invented."""
-
-    async def story(stage: Story) -> None:
-        for at in range(3 * MAX_OF_HOST):
-            stage.hosted.received(HOST, prepare(5 + at, group=f"g{at}#0"))
-        assert len(stage.hosted.ranks) == MAX_OF_HOST
-        trouble = await stage.hears(RankTrouble)
-        assert (trouble.epoch, trouble.code) == (5 + MAX_OF_HOST, Code.OVERLOADED)
-        stage.hosted.lost(HOST)
-        await sees(lambda: stage.pids() == [])
-
-    play(tmp_path, story)
+    for at in range(3 * MAX_OF_HOST):
+        stage.hosted.received(HOST, prepare(5 + at, group=f"g{at}#0"))
+    assert len(stage.hosted.ranks) == MAX_OF_HOST
+    trouble = await stage.hears(RankTrouble)
+    assert (trouble.epoch, trouble.code) == (5 + MAX_OF_HOST, Code.OVERLOADED)
+    stage.hosted.lost(HOST)
+    await sees(lambda: stage.pids() == [])
 
 
-def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        for _ in range(10_000):
-            stage.hosted.received(HOST, start())
-        [rank] = stage.hosted.ranks
-        assert rank._orders.qsize() <= MAX_ORDERS
-        stage.hosted.lost(HOST)
-        await sees(lambda: stage.pids() == [])
-
-    play(tmp_path, story)
+@scene()
+async def test_a_coordinator_that_never_stops_ordering_costs_no_memory(stage: Story) -> None:
+    await stage.started()
+    for _ in range(10_000):
+        stage.hosted.received(HOST, start())
+    [rank] = stage.hosted.ranks
+    assert rank._orders.qsize() <= MAX_ORDERS
+    stage.hosted.lost(HOST)
+    await sees(lambda: stage.pids() == [])

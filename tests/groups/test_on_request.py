@@ -24,7 +24,7 @@ from mlxtp.wire.messages import Generate
 
 from ..gateway.test_gateway import TEXT, FakeRanks
 from ..wire.members import Member
-from .one_node import CLOCK, FINGERPRINT, MACHINE, A, FakeLink, Node, play
+from .one_node import CLOCK, FINGERPRINT, MACHINE, A, FakeLink, Node, at_node, play
 from .scenes import sees, within
 
 LOADED, WANTED = "org/loaded", "org/wanted"
@@ -114,90 +114,77 @@ def following(node: Node) -> FakeLink:
     return link
 
 
-def test_a_request_for_a_ready_model_begins_at_once(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        before, table = len(link.heard(Deployments)), node.parts.node.desired.table
-        for name in (None, "", "default", LOADED):
-            lease = await node.parts.gateway.acquire_model(name)
-            assert lease.come
-            assert lease.model == LOADED
-            lease.close()
-        node.tick()
-        assert len(link.heard(Deployments)) == before
-        assert node.parts.node.desired.table is table
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_request_for_a_ready_model_begins_at_once(node: Node) -> None:
+    link = following(node)
+    before, table = len(link.heard(Deployments)), node.parts.node.desired.table
+    for name in (None, "", "default", LOADED):
+        lease = await node.parts.gateway.acquire_model(name)
+        assert lease.come
+        assert lease.model == LOADED
+        lease.close()
+    node.tick()
+    assert len(link.heard(Deployments)) == before
+    assert node.parts.node.desired.table is table
 
 
-def test_a_request_makes_a_deployment_and_waits_for_it(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        waiting, second = await ask(node, WANTED), await ask(node, WANTED)
-        made = row(node, WANTED)
-        assert made is not None
-        assert (made.model, made.keep_s, made.replicas) == (WANTED, KEEP_S, 1)
-        assert made in link.heard(Deployments)[-1].rows
-        assert (await ask(node, LOADED)).lease.come, "the other one goes on"
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        node.hear(link, told(WANTED, "loading", "loading 40 %"))
-        node.tick(0.01)
-        await sees(lambda: "loading 40 %" in waiting.told)
-        assert not waiting.lease.come
-        ready(node, WANTED)
-        for each in (waiting, second):
-            await each.has_come()
-            assert each.lease.model == WANTED
-        leased = node.parts.gateway.deployments.leased
-        assert leased(WANTED)
-        waiting.lease.close()
-        second.lease.close()
-        assert not leased(WANTED)
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_request_makes_a_deployment_and_waits_for_it(node: Node) -> None:
+    link = following(node)
+    waiting, second = await ask(node, WANTED), await ask(node, WANTED)
+    made = row(node, WANTED)
+    assert (made.model, made.keep_s, made.replicas) == (WANTED, KEEP_S, 1)
+    assert made in link.heard(Deployments)[-1].rows
+    assert (await ask(node, LOADED)).lease.come, "the other one goes on"
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    node.hear(link, told(WANTED, "loading", "loading 40 %"))
+    node.tick(0.01)
+    await sees(lambda: "loading 40 %" in waiting.told)
+    assert not waiting.lease.come
+    ready(node, WANTED)
+    for each in (waiting, second):
+        await each.has_come()
+        assert each.lease.model == WANTED
+    leased = node.parts.gateway.deployments.leased
+    assert leased(WANTED)
+    waiting.lease.close()
+    second.lease.close()
+    assert not leased(WANTED)
 
 
 @pytest.mark.parametrize(
     ("keep_s", "kept"), [(None, KEEP_S), (30.2, 31), (0, 0), (-1, LONGEST_S), (1e12, LONGEST_S)]
 )
-def test_a_client_says_how_long_its_model_stays_but_pins_none(
-    tmp_path: Path, member: Member, keep_s: float | None, kept: int
+@at_node(load_on_request=True)
+async def test_a_client_says_how_long_its_model_stays_but_pins_none(
+    node: Node, keep_s: float | None, kept: int
 ) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        (await ask(node, WANTED, keep_s=keep_s)).lease.close()
-        made = row(node, WANTED)
-        assert made is not None
-        assert (made.keep_s, made.pinned) == (kept, False)
-        (await ask(node, LOADED, keep_s=90)).lease.close()
-        served = row(node, LOADED)
-        assert served is not None
-        assert served.keep_s == 90
-        node.parts.node.desired.serve(LOADED, keep_s=PINNED)
-        (await ask(node, LOADED, keep_s=0)).lease.close()
-        assert row(node, LOADED) == replace(served, keep_s=PINNED, version=row(node, LOADED).version)  # type: ignore[union-attr]
-
-    play(tmp_path, member, story, load_on_request=True)
+    following(node)
+    (await ask(node, WANTED, keep_s=keep_s)).lease.close()
+    made = row(node, WANTED)
+    assert (made.keep_s, made.pinned) == (kept, False)
+    (await ask(node, LOADED, keep_s=90)).lease.close()
+    served = row(node, LOADED)
+    assert served.keep_s == 90
+    node.parts.node.desired.serve(LOADED, keep_s=PINNED)
+    (await ask(node, LOADED, keep_s=0)).lease.close()
+    assert row(node, LOADED) == replace(served, keep_s=PINNED, version=row(node, LOADED).version)  # type: ignore[union-attr]
 
 
-def test_a_model_that_no_request_could_bring_back_stays(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        node.parts.node.desired.serve(LOADED, keep_s=YIELDS)
-        (await ask(node, LOADED, keep_s=0)).lease.close()
-        assert row(node, LOADED).keep_s == YIELDS  # type: ignore[union-attr]
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_a_model_that_no_request_could_bring_back_stays(node: Node) -> None:
+    following(node)
+    node.parts.node.desired.serve(LOADED, keep_s=YIELDS)
+    (await ask(node, LOADED, keep_s=0)).lease.close()
+    assert row(node, LOADED).keep_s == YIELDS  # type: ignore[union-attr]
 
 
-def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        for name in ("other/none", "/no/such/folder", "nonsense"):
-            assert (await node.parts.gateway.acquire_model(name)).come
-        assert names(node) == [LOADED]
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_what_is_on_no_disk_is_answered_as_ever(node: Node) -> None:
+    following(node)
+    for name in ("other/none", "/no/such/folder", "nonsense"):
+        assert (await node.parts.gateway.acquire_model(name)).come
+    assert names(node) == [LOADED]
 
 
 def test_a_short_name_means_the_model_that_it_stands_for(
@@ -226,84 +213,74 @@ def test_a_short_name_means_the_model_that_it_stands_for(
     play(tmp_path / "off", member, without_the_option)
 
 
-def test_without_the_option_a_request_makes_nothing(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        assert await node.parts.gateway.on_request() == ()
-        assert (await node.parts.gateway.acquire_model(WANTED)).come
-        assert names(node) == [LOADED]
-        node.parts.node.desired.unload_all()
-        assert (await node.parts.gateway.acquire_model(None)).come
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_without_the_option_a_request_makes_nothing(node: Node) -> None:
+    following(node)
+    assert await node.parts.gateway.on_request() == ()
+    assert (await node.parts.gateway.acquire_model(WANTED)).come
+    assert names(node) == [LOADED]
+    node.parts.node.desired.unload_all()
+    assert (await node.parts.gateway.acquire_model(None)).come
 
 
 @pytest.mark.parametrize("name", [WANTED, None])
-def test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recovers(
-    tmp_path: Path, member: Member, name: str | None
+@at_node()
+async def test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recovers(
+    node: Node, name: str | None
 ) -> None:
-    async def story(node: Node) -> None:
-        link = node.meet(A)
-        node.know(LEAD)
-        node.follow(link)
-        node.hear(link, MACHINE)
-        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        node.hear(link, told(WANTED, "loading", "loading 40 %"))
-        waiting = await ask(node, name)
-        await sees(lambda: "loading 40 %" in waiting.told)
-        assert not waiting.lease.come
-        ready(node, WANTED)
-        await waiting.has_come()
-        assert waiting.lease.model == WANTED
-        node.parts.gateway.park(f"{WANTED}#0", GroupError("a rank died", Code.RANK_LOST))
-        status = node.parts.groups.known(f"{WANTED}#0").supervisor.status
-        status.state, status.reason = ServingState.RESTARTING, GroupError("a rank died")
-        again = await ask(node, name)
-        assert not again.lease.come
-        status.state = ServingState.FAILED
-        node.tick(0.01)
-        assert (await again.refused()).detail == f"{WANTED} cannot be served: a rank died"
-        assert node.parts.on_request.leases == {waiting.lease: None}
-
-    play(tmp_path, member, story)
+    link = node.meet(A)
+    node.know(LEAD)
+    node.follow(link)
+    node.hear(link, MACHINE)
+    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    node.hear(link, told(WANTED, "loading", "loading 40 %"))
+    waiting = await ask(node, name)
+    await sees(lambda: "loading 40 %" in waiting.told)
+    assert not waiting.lease.come
+    ready(node, WANTED)
+    await waiting.has_come()
+    assert waiting.lease.model == WANTED
+    node.parts.gateway.park(f"{WANTED}#0", GroupError("a rank died", Code.RANK_LOST))
+    status = node.parts.groups.known(f"{WANTED}#0").supervisor.status
+    status.state, status.reason = ServingState.RESTARTING, GroupError("a rank died")
+    again = await ask(node, name)
+    assert not again.lease.come
+    status.state = ServingState.FAILED
+    node.tick(0.01)
+    assert (await again.refused()).detail == f"{WANTED} cannot be served: a rank died"
+    assert node.parts.on_request.leases == {waiting.lease: None}
 
 
-def test_no_request_waits_for_an_agent_that_ends_without_a_drain(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
-        waiting = await ask(node, WANTED)
-        assert not waiting.lease.come
-        node.parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
-        await node.parts.groups.close()
-        node.tick(0.01)
-        error = await waiting.refused()
-        assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
-        assert (await ask(node, WANTED)).lease.outcome.done(), "the gateway refuses it"  # type: ignore[attr-defined]
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_no_request_waits_for_an_agent_that_ends_without_a_drain(node: Node) -> None:
+    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    waiting = await ask(node, WANTED)
+    assert not waiting.lease.come
+    node.parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+    await node.parts.groups.close()
+    node.tick(0.01)
+    error = await waiting.refused()
+    assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
+    assert (await ask(node, WANTED)).lease.outcome.done(), "the gateway refuses it"  # type: ignore[attr-defined]
 
 
-def test_a_request_does_not_wait_for_files_that_take_longer_than_it_may(
-    tmp_path: Path, member: Member
-) -> None:
-    async def story(node: Node) -> None:
-        row = {"node_id": node.parts.node.node_id, "self": True, "waits": False, "lender": "", "problem": ""}
-        row |= {"complete": False, "held_bytes": 10**9, "total_bytes": 31 * 10**9, "bytes_per_s": 10**8}
-        rows = [row | {"left_s": 300}]
-        node.parts.transfers.progress = lambda name: rows  # type: ignore[method-assign]
-        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
-        waiting = await ask(node, WANTED)
-        assert not waiting.lease.come
-        rows[:] = [row | {"left_s": 301}]
-        node.tick(0.01)
-        for error in (await waiting.refused(), await refusal(node, WANTED)):
-            assert (error.status, error.code) == (503, Code.NOT_READY)
-            assert error.detail == (
-                f"{WANTED} is on its way: 1.0 GB of 31.0 GB, 100 MB/s, 5 min left; try again later"
-            )
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_a_request_does_not_wait_for_files_that_take_longer_than_it_may(node: Node) -> None:
+    row = {"node_id": node.parts.node.node_id, "self": True, "waits": False, "lender": "", "problem": ""}
+    row |= {"complete": False, "held_bytes": 10**9, "total_bytes": 31 * 10**9, "bytes_per_s": 10**8}
+    rows = [row | {"left_s": 300}]
+    node.parts.transfers.progress = lambda name: rows  # type: ignore[method-assign]
+    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    waiting = await ask(node, WANTED)
+    assert not waiting.lease.come
+    rows[:] = [row | {"left_s": 301}]
+    node.tick(0.01)
+    for error in (await waiting.refused(), await refusal(node, WANTED)):
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert error.detail == (
+            f"{WANTED} is on its way: 1.0 GB of 31.0 GB, 100 MB/s, 5 min left; try again later"
+        )
 
 
 def test_a_plain_name_of_a_folder_is_loaded_by_that_name(tmp_path: Path, member: Member) -> None:
@@ -334,68 +311,60 @@ def test_a_plain_name_of_a_folder_is_loaded_by_that_name(tmp_path: Path, member:
     ("broken", "status", "code", "more"),
     [(True, 400, Code.MODEL_INVALID, ""), (False, 503, Code.NOT_READY, "; try again later")],
 )
-def test_requests_for_a_model_that_cannot_be_loaded_fail_with_the_reason_and_it_ends(
-    tmp_path: Path, member: Member, broken: bool, status: int, code: Code, more: str
+@at_node(load_on_request=True)
+async def test_requests_for_a_model_that_cannot_be_loaded_fail_with_the_reason_and_it_ends(
+    node: Node, broken: bool, status: int, code: Code, more: str
 ) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        waiting, second = await ask(node, WANTED), await ask(node, WANTED)
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        node.hear(link, told(WANTED, "failed", "no weights", broken=broken))
-        node.tick(0.01)
-        for error in (await waiting.refused(), await second.refused(), await refusal(node, WANTED)):
-            assert (error.status, error.code) == (status, code)
-            assert error.detail == f"{WANTED} could not be loaded: no weights{more}"
-        assert names(node) == [WANTED, LOADED], "the others have yet to see why"
-        node.tick(ENDS_S)
-        assert names(node) == [LOADED]
-        node.no_longer(link, told(WANTED, "failed"))
-        node.tick()
-        assert (await refusal(node, WANTED)).detail == error.detail
-        assert names(node) == [LOADED], "no request tries it again"
-        node.tick(REFUSED_S)
-        again = await ask(node, WANTED)
-        assert not again.lease.come
-        assert names(node) == [WANTED, LOADED]
-        again.lease.close()
-
-    play(tmp_path, member, story, load_on_request=True)
+    link = following(node)
+    waiting, second = await ask(node, WANTED), await ask(node, WANTED)
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    node.hear(link, told(WANTED, "failed", "no weights", broken=broken))
+    node.tick(0.01)
+    for error in (await waiting.refused(), await second.refused(), await refusal(node, WANTED)):
+        assert (error.status, error.code) == (status, code)
+        assert error.detail == f"{WANTED} could not be loaded: no weights{more}"
+    assert names(node) == [WANTED, LOADED], "the others have yet to see why"
+    node.tick(ENDS_S)
+    assert names(node) == [LOADED]
+    node.no_longer(link, told(WANTED, "failed"))
+    node.tick()
+    assert (await refusal(node, WANTED)).detail == error.detail
+    assert names(node) == [LOADED], "no request tries it again"
+    node.tick(REFUSED_S)
+    again = await ask(node, WANTED)
+    assert not again.lease.come
+    assert names(node) == [WANTED, LOADED]
+    again.lease.close()
 
 
 @pytest.mark.parametrize("keep_s", [PINNED, KEEP_S])
-def test_what_no_request_here_made_stays_though_it_cannot_be_loaded(
-    tmp_path: Path, member: Member, keep_s: int
-) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        node.parts.node.desired.serve(WANTED, keep_s=keep_s)
-        waiting = await ask(node, WANTED)
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        node.hear(link, told(WANTED, "failed", "a rank died"))
-        node.tick(0.01)
-        assert "a rank died" in (await waiting.refused()).detail
-        node.tick(ENDS_S)
-        node.tick()
-        assert WANTED in names(node)
-        assert "a rank died" in (await refusal(node, WANTED)).detail
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_what_no_request_here_made_stays_though_it_cannot_be_loaded(node: Node, keep_s: int) -> None:
+    link = following(node)
+    node.parts.node.desired.serve(WANTED, keep_s=keep_s)
+    waiting = await ask(node, WANTED)
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    node.hear(link, told(WANTED, "failed", "a rank died"))
+    node.tick(0.01)
+    assert "a rank died" in (await waiting.refused()).detail
+    node.tick(ENDS_S)
+    node.tick()
+    assert WANTED in names(node)
+    assert "a rank died" in (await refusal(node, WANTED)).detail
 
 
-def test_a_user_who_pins_a_model_that_a_request_brought_keeps_it(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        waiting = await ask(node, WANTED)
-        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        node.hear(link, told(WANTED, "failed", "a rank died"))
-        node.tick(0.01)
-        assert "a rank died" in (await waiting.refused()).detail
-        node.tick(ENDS_S)
-        node.tick()
-        assert names(node) == [WANTED, LOADED]
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_user_who_pins_a_model_that_a_request_brought_keeps_it(node: Node) -> None:
+    link = following(node)
+    waiting = await ask(node, WANTED)
+    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    node.hear(link, told(WANTED, "failed", "a rank died"))
+    node.tick(0.01)
+    assert "a rank died" in (await waiting.refused()).detail
+    node.tick(ENDS_S)
+    node.tick()
+    assert names(node) == [WANTED, LOADED]
 
 
 NO_ROOM = "mac-a has 3.0 GB for 40.0 GB"
@@ -415,193 +384,171 @@ def nowhere(node: Node, link: FakeLink, model: str) -> None:
     node.tick(0.01)
 
 
-def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        waiting = await ask(node, WANTED)
-        nowhere(node, link, WANTED)
-        node.tick(UNPLANNED_S / 2)
-        assert row(node, WANTED) is not None
-        await sees(lambda: NO_ROOM in waiting.told)
-        node.tick(UNPLANNED_S)
-        error = await waiting.refused()
-        assert (error.status, error.code) == (503, Code.NOT_READY)
-        assert error.detail == f"{WANTED} cannot be served: {NO_ROOM}; try again later"
-        node.tick(ENDS_S)
-        assert names(node) == [LOADED]
-        again = await ask(node, WANTED)
-        assert row(node, WANTED) is not None, "there may be room by now"
-        again.lease.close()
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_model_that_has_no_place_for_a_while_has_none(node: Node) -> None:
+    link = following(node)
+    waiting = await ask(node, WANTED)
+    nowhere(node, link, WANTED)
+    node.tick(UNPLANNED_S / 2)
+    assert row(node, WANTED) is not None
+    await sees(lambda: NO_ROOM in waiting.told)
+    node.tick(UNPLANNED_S)
+    error = await waiting.refused()
+    assert (error.status, error.code) == (503, Code.NOT_READY)
+    assert error.detail == f"{WANTED} cannot be served: {NO_ROOM}; try again later"
+    node.tick(ENDS_S)
+    assert names(node) == [LOADED]
+    again = await ask(node, WANTED)
+    assert row(node, WANTED) is not None, "there may be room by now"
+    again.lease.close()
 
 
-def test_a_request_waits_for_the_room_of_a_model_that_is_in_use(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        node.hear(link, ModelStatus(WANTED, FINGERPRINT, ""), told(LOADED, "ready", open_requests=1))
-        waiting = await ask(node, WANTED)
-        nowhere(node, link, WANTED)
-        coordinates(node, link, 2 * UNPLANNED_S)
-        await sees(lambda: waiting.told == [f"waiting until the requests for {LOADED} end"])
-        assert not waiting.lease.come
-        node.hear(link, told(LOADED, "ready"))
-        coordinates(node, link, 1.0)
-        assert NO_ROOM in (await waiting.refused()).detail
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_request_waits_for_the_room_of_a_model_that_is_in_use(node: Node) -> None:
+    link = following(node)
+    node.hear(link, ModelStatus(WANTED, FINGERPRINT, ""), told(LOADED, "ready", open_requests=1))
+    waiting = await ask(node, WANTED)
+    nowhere(node, link, WANTED)
+    coordinates(node, link, 2 * UNPLANNED_S)
+    await sees(lambda: waiting.told == [f"waiting until the requests for {LOADED} end"])
+    assert not waiting.lease.come
+    node.hear(link, told(LOADED, "ready"))
+    coordinates(node, link, 1.0)
+    assert NO_ROOM in (await waiting.refused()).detail
 
 
-def test_a_request_does_not_wait_for_room_that_no_mac_has(
-    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+@at_node(load_on_request=True)
+async def test_a_request_does_not_wait_for_room_that_no_mac_has(
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(node: Node) -> None:
-        link = following(node)
-        monkeypatch.setattr(node.parts.machines, "no_place", lambda *_: NO_ROOM)
-        node.hear(link, told(LOADED, "ready", open_requests=1))
-        waiting = await ask(node, WANTED)
-        nowhere(node, link, WANTED)
-        node.tick(UNPLANNED_S)
-        assert NO_ROOM in (await waiting.refused()).detail
-
-    play(tmp_path, member, story, load_on_request=True)
+    link = following(node)
+    monkeypatch.setattr(node.parts.machines, "no_place", lambda *_: NO_ROOM)
+    node.hear(link, told(LOADED, "ready", open_requests=1))
+    waiting = await ask(node, WANTED)
+    nowhere(node, link, WANTED)
+    node.tick(UNPLANNED_S)
+    assert NO_ROOM in (await waiting.refused()).detail
 
 
 @pytest.mark.parametrize(
-    ("queue_s", "within_s", "status", "code"),
-    [(0.05, 0.0, 503, Code.OVERLOADED), (0.05, 9.0, 503, Code.OVERLOADED), (9.0, 0.05, 504, Code.DEADLINE)],
+    ("limits", "within_s", "status", "code"),
+    [
+        (Limits(queue_s=0.05), 0.0, 503, Code.OVERLOADED),
+        (Limits(queue_s=0.05), 9.0, 503, Code.OVERLOADED),
+        (Limits(queue_s=9.0), 0.05, 504, Code.DEADLINE),
+    ],
 )
-def test_no_request_waits_for_ever(
-    tmp_path: Path, member: Member, queue_s: float, within_s: float, status: int, code: Code
-) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        error = await (await ask(node, WANTED, within_s)).refused()
-        assert (error.status, error.code) == (status, code)
-        assert "within 0.05 s" in error.detail
-        assert node.parts.on_request.leases == {}
-
-    play(tmp_path, member, story, load_on_request=True, limits=replace(Limits(), queue_s=queue_s))
+@at_node("limits", load_on_request=True)
+async def test_no_request_waits_for_ever(node: Node, within_s: float, status: int, code: Code) -> None:
+    following(node)
+    error = await (await ask(node, WANTED, within_s)).refused()
+    assert (error.status, error.code) == (status, code)
+    assert "within 0.05 s" in error.detail
+    assert node.parts.on_request.leases == {}
 
 
-def test_requests_that_wait_count_among_the_open_ones(tmp_path: Path, member: Member) -> None:
+@at_node(load_on_request=True, limits=Limits(max_open_requests=8))
+async def test_requests_that_wait_count_among_the_open_ones(node: Node) -> None:
     """Of eight, one client may have seven; a model that is ready answers on."""
+    link, gateway = following(node), node.parts.gateway
 
-    async def story(node: Node) -> None:
-        link, gateway = following(node), node.parts.gateway
+    async def refused(model: str, client: str) -> tuple[str, int]:
+        with pytest.raises(RequestError) as caught:
+            await gateway.acquire_model(model, client=client)
+        assert caught.value.code is Code.OVERLOADED
+        return caught.value.detail, caught.value.status
 
-        async def refused(model: str, client: str) -> tuple[str, int]:
-            with pytest.raises(RequestError) as caught:
-                await gateway.acquire_model(model, client=client)
-            assert caught.value.code is Code.OVERLOADED
-            return caught.value.detail, caught.value.status
-
-        seven = [Waiting(await gateway.acquire_model(WANTED, client="key ada")) for _ in range(7)]
-        limit = "7 requests of this client are open; one client may have 7 of 8"
-        assert await refused(WANTED, "key ada") == (limit, 429)
-        assert await refused("org/other", "key ada") == (limit, 429)
-        with pytest.raises(RequestError, match=limit):
-            gateway.generate(Generate(0, (1, 2), 5), client="key ada", model=LOADED)
-        other = Waiting(await gateway.acquire_model(WANTED, client="key bo"))
-        full = ("8 requests are open, the most this server takes", 503)
-        for model in (WANTED, "org/other"):
-            assert await refused(model, "key cy") == full
-        assert set(names(node)) == {LOADED, WANTED}
-        assert (await gateway.acquire_model(LOADED, client="key cy")).come
-        seven[0].lease.close()
-        third = Waiting(await gateway.acquire_model(WANTED, client="key cy"))
-        node.hear_assigned(link, A, group=f"{WANTED}#0")
-        ready(node, WANTED)
-        for each in (*seven[1:], other, third):
-            await each.has_come()
-        gateway.generate(Generate(0, (1, 2), 5), client="key cy", model=WANTED)
-
-    play(tmp_path, member, story, load_on_request=True, limits=Limits(max_open_requests=8))
+    seven = [Waiting(await gateway.acquire_model(WANTED, client="key ada")) for _ in range(7)]
+    limit = "7 requests of this client are open; one client may have 7 of 8"
+    assert await refused(WANTED, "key ada") == (limit, 429)
+    assert await refused("org/other", "key ada") == (limit, 429)
+    with pytest.raises(RequestError, match=limit):
+        gateway.generate(Generate(0, (1, 2), 5), client="key ada", model=LOADED)
+    other = Waiting(await gateway.acquire_model(WANTED, client="key bo"))
+    full = ("8 requests are open, the most this server takes", 503)
+    for model in (WANTED, "org/other"):
+        assert await refused(model, "key cy") == full
+    assert set(names(node)) == {LOADED, WANTED}
+    assert (await gateway.acquire_model(LOADED, client="key cy")).come
+    seven[0].lease.close()
+    third = Waiting(await gateway.acquire_model(WANTED, client="key cy"))
+    node.hear_assigned(link, A, group=f"{WANTED}#0")
+    ready(node, WANTED)
+    for each in (*seven[1:], other, third):
+        await each.has_come()
+    gateway.generate(Generate(0, (1, 2), 5), client="key cy", model=WANTED)
 
 
-def test_a_request_at_an_agent_about_to_stop_must_go_elsewhere(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        waiting = await ask(node, WANTED)
-        node.parts.gateway.closing = "this Mac is about to stop"
-        node.parts.on_request.advance(CLOCK.now)
-        error = await waiting.refused()
-        assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
-        assert row(node, WANTED) is not None
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_request_at_an_agent_about_to_stop_must_go_elsewhere(node: Node) -> None:
+    following(node)
+    waiting = await ask(node, WANTED)
+    node.parts.gateway.closing = "this Mac is about to stop"
+    node.parts.on_request.advance(CLOCK.now)
+    error = await waiting.refused()
+    assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
+    assert row(node, WANTED) is not None
 
 
-def test_a_request_without_a_name_takes_the_first_model_and_brings_none(
-    tmp_path: Path, member: Member
-) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
-        waiting = await ask(node, "default")
-        ready(node, WANTED)
-        await waiting.has_come()
-        assert waiting.lease.model == WANTED
-        waits = await ask(node, "org/third")
-        node.parts.node.desired.unload_all()  # as a user
-        node.tick(0.01)
-        assert (await waits.refused()).detail == "org/third was unloaded; try again"
-        error = await refusal(node, None)
-        assert (error.status, error.code) == (503, Code.NOT_READY)
-        assert "nothing is loaded; name a model" in error.detail
-        assert names(node) == []
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_request_without_a_name_takes_the_first_model_and_brings_none(node: Node) -> None:
+    following(node)
+    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    waiting = await ask(node, "default")
+    ready(node, WANTED)
+    await waiting.has_come()
+    assert waiting.lease.model == WANTED
+    waits = await ask(node, "org/third")
+    node.parts.node.desired.unload_all()  # as a user
+    node.tick(0.01)
+    assert (await waits.refused()).detail == "org/third was unloaded; try again"
+    error = await refusal(node, None)
+    assert (error.status, error.code) == (503, Code.NOT_READY)
+    assert "nothing is loaded; name a model" in error.detail
+    assert names(node) == []
 
 
-def test_another_revision_does_not_replace_a_pinned_one(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        node.parts.node.desired.serve(LOADED, keep_s=PINNED)
-        error = await refusal(node, f"{LOADED}@old")
-        assert (error.status, error.code) == (404, Code.MODEL_NOT_FOUND)
-        assert f"{LOADED} is pinned" in error.detail
-        assert row(node, LOADED).model == LOADED  # type: ignore[union-attr]
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_another_revision_does_not_replace_a_pinned_one(node: Node) -> None:
+    following(node)
+    node.parts.node.desired.serve(LOADED, keep_s=PINNED)
+    error = await refusal(node, f"{LOADED}@old")
+    assert (error.status, error.code) == (404, Code.MODEL_NOT_FOUND)
+    assert f"{LOADED} is pinned" in error.detail
+    assert row(node, LOADED).model == LOADED  # type: ignore[union-attr]
 
 
-def test_a_model_that_its_configuration_rules_out_makes_no_deployment(
-    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+@at_node(load_on_request=True)
+async def test_a_model_that_its_configuration_rules_out_makes_no_deployment(
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(name: str) -> str:
         raise ModelError("it is a BertModel, which writes no text")
 
     monkeypatch.setattr(on_request, "stored_name", look)
-
-    async def story(node: Node) -> None:
-        following(node)
-        error = await refusal(node, WANTED)
-        assert (error.status, error.code, error.param) == (400, Code.MODEL_INVALID, "model")
-        assert error.detail == f"{WANTED} cannot be served: it is a BertModel, which writes no text"
-        assert names(node) == [LOADED]
-
-    play(tmp_path, member, story, load_on_request=True)
+    following(node)
+    error = await refusal(node, WANTED)
+    assert (error.status, error.code, error.param) == (400, Code.MODEL_INVALID, "model")
+    assert error.detail == f"{WANTED} cannot be served: it is a BertModel, which writes no text"
+    assert names(node) == [LOADED]
 
 
-def test_a_folder_that_was_served_keeps_its_short_name(tmp_path: Path, member: Member) -> None:
-    async def story(node: Node) -> None:
-        following(node)
-        folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
-        node.parts.node.desired.serve(str(folder), keep_s=PINNED)
-        node.parts.node.desired.unload("beta")
-        listed = {each.id for each in await node.parts.gateway.on_request()}
-        assert "beta" in listed
-        waiting = await ask(node, "beta")
-        assert row(node, "beta").model == str(folder)  # type: ignore[union-attr]
-        waiting.lease.close()
-        node.parts.node.desired.unload("beta")
-        (folder / "tokenizer.json").unlink()
-        error = await refusal(node, "beta")
-        assert (error.status, error.code, error.param) == (404, Code.MODEL_NOT_FOUND, "model")
-        assert error.detail == "beta cannot be served: the folder is incomplete: it lacks tokenizer.json"
-
-    play(tmp_path, member, story, load_on_request=True)
+@at_node(load_on_request=True)
+async def test_a_folder_that_was_served_keeps_its_short_name(node: Node, tmp_path: Path) -> None:
+    following(node)
+    folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
+    node.parts.node.desired.serve(str(folder), keep_s=PINNED)
+    node.parts.node.desired.unload("beta")
+    listed = {each.id for each in await node.parts.gateway.on_request()}
+    assert "beta" in listed
+    waiting = await ask(node, "beta")
+    assert row(node, "beta").model == str(folder)  # type: ignore[union-attr]
+    waiting.lease.close()
+    node.parts.node.desired.unload("beta")
+    (folder / "tokenizer.json").unlink()
+    error = await refusal(node, "beta")
+    assert (error.status, error.code, error.param) == (404, Code.MODEL_NOT_FOUND, "model")
+    assert error.detail == "beta cannot be served: the folder is incomplete: it lacks tokenizer.json"
 
 
 # --- where this node coordinates --------------------------------------------------------------------------
@@ -623,92 +570,80 @@ def use(node: Node, link: FakeLink, **idle_s: int) -> None:
     node.live_once(link)
 
 
-def test_a_deployment_ends_once_no_request_came_for_as_long_as_it_stays(
-    tmp_path: Path, member: Member
-) -> None:
-    async def story(node: Node) -> None:
-        link = leading(node, brief=0, short=20, long=600, yields=YIELDS, endless=LONGEST_S)
-        everything = {"org/short", "org/long", "org/yields", "org/endless", "tiny"}
-        use(node, link, brief=0, short=10, long=500, yields=9000, endless=9000)
-        assert set(names(node)) == everything | {"org/brief"}
-        health = node.parts.gateway.health()
-        expires = {each.name: each.expires_s for each in health.deployments}
-        assert expires == {
-            "tiny": None, "org/brief": 2, "org/short": 10, "org/long": 100, "org/yields": None,
-            "org/endless": None,
-        }  # fmt: skip
-        assert node.parts.coordinator.step(CLOCK.now) <= CLOCK.now + 2
-        use(node, link, brief=2, short=10, long=590, yields=9000, endless=9000)
-        assert set(names(node)) == everything
-        use(node, link, short=20, long=600, yields=9000, endless=9000)
-        assert set(names(node)) == everything - {"org/short", "org/long"}
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_a_deployment_ends_once_no_request_came_for_as_long_as_it_stays(node: Node) -> None:
+    link = leading(node, brief=0, short=20, long=600, yields=YIELDS, endless=LONGEST_S)
+    everything = {"org/short", "org/long", "org/yields", "org/endless", "tiny"}
+    use(node, link, brief=0, short=10, long=500, yields=9000, endless=9000)
+    assert set(names(node)) == everything | {"org/brief"}
+    health = node.parts.gateway.health()
+    expires = {each.name: each.expires_s for each in health.deployments}
+    assert expires == {
+        "tiny": None, "org/brief": 2, "org/short": 10, "org/long": 100, "org/yields": None,
+        "org/endless": None,
+    }  # fmt: skip
+    assert node.parts.coordinator.step(CLOCK.now) <= CLOCK.now + 2
+    use(node, link, brief=2, short=10, long=590, yields=9000, endless=9000)
+    assert set(names(node)) == everything
+    use(node, link, short=20, long=600, yields=9000, endless=9000)
+    assert set(names(node)) == everything - {"org/short", "org/long"}
 
 
-def test_a_deployment_that_is_not_ready_stays_while_requests_may_wait_for_it(
-    tmp_path: Path, member: Member
-) -> None:
-    async def story(node: Node) -> None:
-        link = leading(node, loads=5, lost=5)
-        for _ in range(10):
-            node.hear(link, told("org/loads", "loading"))
-            node.live_once(link)
-        assert {"org/loads", "org/lost"} <= set(names(node))
-        node.parts.coordinator._expire(CLOCK.now + 20)
-        node.parts.coordinator._expire(CLOCK.now + 40)
-        assert {"org/loads"} <= set(names(node))
-        assert "org/lost" not in names(node)
-
-    play(tmp_path, member, story, limits=replace(Limits(), queue_s=30))
+@at_node(limits=replace(Limits(), queue_s=30))
+async def test_a_deployment_that_is_not_ready_stays_while_requests_may_wait_for_it(node: Node) -> None:
+    link = leading(node, loads=5, lost=5)
+    for _ in range(10):
+        node.hear(link, told("org/loads", "loading"))
+        node.live_once(link)
+    assert {"org/loads", "org/lost"} <= set(names(node))
+    node.parts.coordinator._expire(CLOCK.now + 20)
+    node.parts.coordinator._expire(CLOCK.now + 40)
+    assert {"org/loads"} <= set(names(node))
+    assert "org/lost" not in names(node)
 
 
 @pytest.mark.parametrize(
     ("idle_s", "gone"),
     [({"one": 5, "two": 9}, "two"), ({"one": 90, "two": 9}, "one"), ({"one": 90, "two": 0}, "one")],
 )
-def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
-    tmp_path: Path, member: Member, idle_s: dict[str, int], gone: str, weights: ModelSource
+@at_node()
+async def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
+    node: Node, idle_s: dict[str, int], gone: str, weights: ModelSource
 ) -> None:
-    async def story(node: Node) -> None:
-        link = leading(node, one=600, two=600, pinned=PINNED)
-        turns = node.parts.coordinator._view(CLOCK.now)
-        assert {each.row.name: each.unused_s for each in turns.wanted}["org/pinned"] == 0
-        use(node, link, **idle_s, pinned=9000)
-        view = node.parts.coordinator._view(CLOCK.now)
-        unused = {each.row.name: each.unused_s for each in view.wanted}
-        assert max(unused, key=unused.__getitem__) == f"org/{gone}"
-        assert unused["org/pinned"] == unused["tiny"] == 0
-        use(node, link, **{name: seconds and seconds + 1 for name, seconds in idle_s.items()}, pinned=9000)
-        after = node.parts.coordinator._view(CLOCK.now)
-        assert after.wanted == view.wanted, "time alone makes no other decision"
-
-    play(tmp_path, member, story)
+    link = leading(node, one=600, two=600, pinned=PINNED)
+    turns = node.parts.coordinator._view(CLOCK.now)
+    assert {each.row.name: each.unused_s for each in turns.wanted}["org/pinned"] == 0
+    use(node, link, **idle_s, pinned=9000)
+    view = node.parts.coordinator._view(CLOCK.now)
+    unused = {each.row.name: each.unused_s for each in view.wanted}
+    assert max(unused, key=unused.__getitem__) == f"org/{gone}"
+    assert unused["org/pinned"] == unused["tiny"] == 0
+    use(node, link, **{name: seconds and seconds + 1 for name, seconds in idle_s.items()}, pinned=9000)
+    after = node.parts.coordinator._view(CLOCK.now)
+    assert after.wanted == view.wanted, "time alone makes no other decision"
 
 
 # --- requests without a group -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [*map(ServingState, COMING)])
-def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
-    tmp_path: Path, member: Member, state: ServingState
+@at_node()
+async def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
+    node: Node, state: ServingState
 ) -> None:
-    async def story(node: Node) -> None:
-        gateway, groups = node.parts.gateway, node.parts.groups
-        link = following(node)
-        node.parts.node.desired.serve(LOADED, replicas=2)
-        lost = GroupError("a rank died", Code.RANK_LOST)
-        first, second = (groups.known(f"{LOADED}#{index}").supervisor for index in (0, 1))
-        answer = gateway.generate(Generate(0, (1, 2), 4))
-        gateway.park(f"{LOADED}#0", lost)
-        node.hear_assigned(link, A, group=f"{LOADED}#1")
-        first.status.state, second.status.state = ServingState.FAILED, state
-        gateway.fail(LOADED, lost, unless_ready=True)
-        assert gateway.open_requests == 1
-        second.status.state = ServingState.FAILED
-        gateway.fail(LOADED, lost, unless_ready=True)
-        with pytest.raises(GroupError, match="a rank died"):
-            await within(anext(answer))
-        assert gateway.open_requests == 0
-
-    play(tmp_path, member, story)
+    gateway, groups = node.parts.gateway, node.parts.groups
+    link = following(node)
+    node.parts.node.desired.serve(LOADED, replicas=2)
+    lost = GroupError("a rank died", Code.RANK_LOST)
+    first, second = (groups.known(f"{LOADED}#{index}").supervisor for index in (0, 1))
+    answer = gateway.generate(Generate(0, (1, 2), 4))
+    gateway.park(f"{LOADED}#0", lost)
+    node.hear_assigned(link, A, group=f"{LOADED}#1")
+    first.status.state, second.status.state = ServingState.FAILED, state
+    gateway.fail(LOADED, lost, unless_ready=True)
+    assert gateway.open_requests == 1
+    second.status.state = ServingState.FAILED
+    gateway.fail(LOADED, lost, unless_ready=True)
+    with pytest.raises(GroupError, match="a rank died"):
+        await within(anext(answer))
+    assert gateway.open_requests == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +13,7 @@ from mlxtp.api.app import create_app
 from mlxtp.groups.health import ServingState
 from mlxtp.wire.cluster_messages import Serving
 
-from ..wire import members
-from .one_node import A, B, Node, play
+from .one_node import A, B, Node, at_node
 
 SERVING = Serving(
     4, "ready", "", "ring", "ring over Ethernet", (A, B), 3, "org/two", 1, 4096, 512, (2,),
@@ -39,70 +37,58 @@ def deploy(node: Node, **keeps: int) -> dict[str, Any]:
     return {name: node.parts.groups.known(f"{name}#0").supervisor.status for name in keeps}
 
 
-def test_health_is_good_once_each_pinned_deployment_has_a_ready_group(
-    tmp_path: Path, member: members.Member
-) -> None:
-    async def story(node: Node) -> None:
-        states = deploy(node, one=-1, two=-1, three=600)
-        status, health = await asked(node, "/health")
-        assert (status, health["ready"]) == (503, False)
-        states["one"].state = ServingState.READY
-        status, health = await asked(node, "/health")
-        assert (status, health["state"]) == (503, "ready")
-        assert health["reason"].startswith("two is ")
-        assert [(each["name"], each["ready"]) for each in health["deployments"]] == [
-            ("one", True), ("two", False), ("three", False),
-        ]  # fmt: skip
-        assert (await asked(node, "/health?model=one"))[0] == 200
-        assert (await asked(node, "/health?model=two"))[0] == 503
-        assert (await asked(node, "/health?model=none"))[0] == 404
-        states["two"].state = ServingState.READY
-        assert (await asked(node, "/health"))[0] == 200, "three is not pinned"
-        assert (await asked(node, "/health?model=three"))[0] == 503
-        states["one"].state = ServingState.LOADING
-        assert (await asked(node, "/health"))[0] == 503
-        assert (await asked(node, "/health?model=two"))[0] == 200
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_health_is_good_once_each_pinned_deployment_has_a_ready_group(node: Node) -> None:
+    states = deploy(node, one=-1, two=-1, three=600)
+    status, health = await asked(node, "/health")
+    assert (status, health["ready"]) == (503, False)
+    states["one"].state = ServingState.READY
+    status, health = await asked(node, "/health")
+    assert (status, health["state"]) == (503, "ready")
+    assert health["reason"].startswith("two is ")
+    assert [(each["name"], each["ready"]) for each in health["deployments"]] == [
+        ("one", True), ("two", False), ("three", False),
+    ]  # fmt: skip
+    assert (await asked(node, "/health?model=one"))[0] == 200
+    assert (await asked(node, "/health?model=two"))[0] == 503
+    assert (await asked(node, "/health?model=none"))[0] == 404
+    states["two"].state = ServingState.READY
+    assert (await asked(node, "/health"))[0] == 200, "three is not pinned"
+    assert (await asked(node, "/health?model=three"))[0] == 503
+    states["one"].state = ServingState.LOADING
+    assert (await asked(node, "/health"))[0] == 503
+    assert (await asked(node, "/health?model=two"))[0] == 200
 
 
-def test_without_a_pinned_deployment_the_first_one_has_to_be_ready(
-    tmp_path: Path, member: members.Member
-) -> None:
-    async def story(node: Node) -> None:
-        states = deploy(node, one=600, two=600)  # the latest comes first
-        assert (await asked(node, "/health"))[0] == 503
-        states["one"].state = ServingState.READY
-        assert (await asked(node, "/health"))[0] == 503
-        states["two"].state = ServingState.READY
-        assert (await asked(node, "/health"))[0] == 200
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_without_a_pinned_deployment_the_first_one_has_to_be_ready(node: Node) -> None:
+    states = deploy(node, one=600, two=600)  # the latest comes first
+    assert (await asked(node, "/health"))[0] == 503
+    states["one"].state = ServingState.READY
+    assert (await asked(node, "/health"))[0] == 503
+    states["two"].state = ServingState.READY
+    assert (await asked(node, "/health"))[0] == 200
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_a_group_elsewhere_is_shown_as_its_owner_reports_it(
-    tmp_path: Path, member: members.Member, ready: bool
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.parts.node.desired.serve("org/two@v2", replicas=2, on=(A,))
-        told = SERVING if ready else replace(SERVING, state="loading", reason="40 % read")
-        node.hear(a, told)
-        node.tick()
-        now = snapshot.gather(node.parts)
-        [shown] = snapshot.status(now)["deployments"]
-        assert (shown["name"], shown["model"]) == ("org/two", "org/two@v2")
-        assert shown["replicas"] == {"ready": int(ready), "wanted": 2}
-        assert shown["on"] == [node.parts.node.name_of(A)]
-        first, second = shown["groups"]
-        assert [each["node_id"] for each in first["members"]] == [A, B]
-        assert (first["owner"], first["epoch"], first["kind"]) == (A, 4, "ring over Ethernet")
-        assert first["requests"] == {"running": 2, "waiting": 1}
-        assert (first["tokens_per_second"], first["why"]) == ((30, None) if ready else (None, "40 % read"))
-        assert (second["id"], second["members"], second["state"]) == ("org/two#1", [], "idle")
-        assert second["why"] in shown["why"]
-        works = {each["node_id"]: each["works_for"] for each in snapshot.members(now.cluster)}
-        assert works.get(A, ["org/two#0"]) == ["org/two#0"]
-
-    play(tmp_path, member, story)
+@at_node()
+async def test_a_group_elsewhere_is_shown_as_its_owner_reports_it(node: Node, ready: bool) -> None:
+    a = node.meet(A)
+    node.parts.node.desired.serve("org/two@v2", replicas=2, on=(A,))
+    told = SERVING if ready else replace(SERVING, state="loading", reason="40 % read")
+    node.hear(a, told)
+    node.tick()
+    now = snapshot.gather(node.parts)
+    [shown] = snapshot.status(now)["deployments"]
+    assert (shown["name"], shown["model"]) == ("org/two", "org/two@v2")
+    assert shown["replicas"] == {"ready": int(ready), "wanted": 2}
+    assert shown["on"] == [node.parts.node.name_of(A)]
+    first, second = shown["groups"]
+    assert [each["node_id"] for each in first["members"]] == [A, B]
+    assert (first["owner"], first["epoch"], first["kind"]) == (A, 4, "ring over Ethernet")
+    assert first["requests"] == {"running": 2, "waiting": 1}
+    assert (first["tokens_per_second"], first["why"]) == ((30, None) if ready else (None, "40 % read"))
+    assert (second["id"], second["members"], second["state"]) == ("org/two#1", [], "idle")
+    assert second["why"] in shown["why"]
+    works = {each["node_id"]: each["works_for"] for each in snapshot.members(now.cluster)}
+    assert works.get(A, ["org/two#0"]) == ["org/two#0"]

@@ -44,7 +44,7 @@ from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import run, sees, within
+from .scenes import run, scenes, sees, within
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +112,8 @@ class Story:
         world = peers + 1
         own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
         limits = replace(LIMITS, shutdown_s=2.0, **own)
-        own_settings = group.pop("settings", {})
-        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits, **own_settings)
+        large = group.pop("large", False)
+        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits, large_buffers=large)
         self.ranks = ProcessGroup(
             settings,
             EPOCH,
@@ -167,71 +167,64 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int =
     run(scene())
 
 
-def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        assert stage.stages == ["spawned", "linked", "formed", "proven"]
-        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
-        theirs = order.bootstrap
-        assert (mine["rank"], theirs.rank, theirs.world_size) == (0, 1, 2)
-        assert mine["epoch_key"] == theirs.epoch_key.hex()
-        assert mine["hosts"] == list(theirs.hosts)
-        assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
-        assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
-        assert mine["pins"] == list(theirs.pins) == ["a", "b"]
-        assert mine["disk_folder"] == str(stage.home / "kv-cache")
-        assert mine["disk_bytes"] > 0
-        assert (theirs.disk_folder, theirs.disk_bytes) == ("", 0), "each Mac decides about its own disk"
-        [pid] = rank_processes(stage.home)
-        assert "--keep-warm" in psutil.Process(pid).cmdline()
-        [load] = stage.orders.notes("load")
-        assert load["paths"] == ["/here", "/there"]
-        assert load["counted"] == [asdict(each) for each in COUNTED]
-        await stage.ranks.stop()
-        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
-        assert stage.orders.notes("shut down")
-        assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
+scene = scenes(play, "tmp_path")
 
-    play(tmp_path, story, pins=("a", "b"))
+
+@scene(pins=("a", "b"))
+async def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(stage: Story) -> None:
+    await stage.serve()
+    assert stage.stages == ["spawned", "linked", "formed", "proven"]
+    [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
+    theirs = order.bootstrap
+    assert (mine["rank"], theirs.rank, theirs.world_size) == (0, 1, 2)
+    assert mine["epoch_key"] == theirs.epoch_key.hex()
+    assert mine["hosts"] == list(theirs.hosts)
+    assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
+    assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
+    assert mine["pins"] == list(theirs.pins) == ["a", "b"]
+    assert mine["disk_folder"] == str(stage.home / "kv-cache")
+    assert mine["disk_bytes"] > 0
+    assert (theirs.disk_folder, theirs.disk_bytes) == ("", 0), "each Mac decides about its own disk"
+    [pid] = rank_processes(stage.home)
+    assert "--keep-warm" in psutil.Process(pid).cmdline()
+    [load] = stage.orders.notes("load")
+    assert load["paths"] == ["/here", "/there"]
+    assert load["counted"] == [asdict(each) for each in COUNTED]
+    await stage.ranks.stop()
+    assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
+    assert stage.orders.notes("shut down")
+    assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_all_ranks_of_a_group_have_large_command_buffers_or_none(tmp_path: Path, large: bool) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
-        assert mine["large_buffers"] is order.bootstrap.large_buffers is large
-
-    play(tmp_path, story, settings={"large_buffers": large})
-
-
-@pytest.mark.parametrize(("machines", "agreement"), [("MM", "auto"), ("MN", "broadcast-draws")])
-def test_rank_0_draws_where_machines_are_unlike(tmp_path: Path, machines: str, agreement: str) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
-        assert mine["agreement"] == order.bootstrap.agreement == agreement
-
-    play(tmp_path, story, machines=tuple(machines))
+@pytest.mark.parametrize(
+    ("machines", "agreement"), [(("M", "M"), "auto"), (("M", "N"), "broadcast-draws")], ids=["like", "unlike"]
+)
+@scene("machines", "large")
+async def test_ranks_have_like_command_buffers_and_rank_0_draws_where_machines_are_unlike(
+    stage: Story, large: bool, agreement: str
+) -> None:
+    await stage.serve()
+    [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
+    assert mine["large_buffers"] is order.bootstrap.large_buffers is large
+    assert mine["agreement"] == order.bootstrap.agreement == agreement
 
 
-def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        host, _, port = stage.orders.notes("bootstrap")[-1]["hosts"][0].partition(":")
-        address = host, int(port)
-        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
-            other.bind(address)
-        with socket.socket() as ring:  # as MLX makes it
-            ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            ring.bind(address)
-            ring.listen(0)
-        await stage.ranks.kill()
-        with socket.socket() as other:
-            other.bind(address)
-
-    play(tmp_path, story)
+@scene()
+async def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(stage: Story) -> None:
+    await stage.serve()
+    host, _, port = stage.orders.notes("bootstrap")[-1]["hosts"][0].partition(":")
+    address = host, int(port)
+    with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+        other.bind(address)
+    with socket.socket() as ring:  # as MLX makes it
+        ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        ring.bind(address)
+        ring.listen(0)
+    await stage.ranks.kill()
+    with socket.socket() as other:
+        other.bind(address)
 
 
 @pytest.mark.parametrize(
@@ -245,28 +238,24 @@ def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(tmp_path: 
         (StartRank, [STARTED, LOST], Code.RANK_LOST),
     ],
 )
-def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch(
-    tmp_path: Path, at: type[Message], words: list[Any], code: Code
+@scene(silence_s=NEVER_S)
+async def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch(
+    stage: Story, at: type[Message], words: list[Any], code: Code
 ) -> None:
-    async def story(stage: Story) -> None:
-        stage.peer.answers[at] = words
-        error = await stage.fails()
-        assert error.code is code
-        assert "its cable was pulled" in error.detail
-
-    play(tmp_path, story, silence_s=NEVER_S)
+    stage.peer.answers[at] = words
+    error = await stage.fails()
+    assert error.code is code
+    assert "its cable was pulled" in error.detail
 
 
-def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        stage.peer.say(LOST)
-        error = await asyncio.shield(stage.ranks.failed)
-        assert error.detail == "its cable was pulled"
-        await stage.ranks.kill()  # no one waits for a process that is gone
-        assert stage.peer.heard(EndEpoch) == []
-
-    play(tmp_path, story, silence_s=NEVER_S)
+@scene(silence_s=NEVER_S)
+async def test_a_control_link_that_ends_later_ends_the_epoch_too(stage: Story) -> None:
+    await stage.serve()
+    stage.peer.say(LOST)
+    error = await asyncio.shield(stage.ranks.failed)
+    assert error.detail == "its cable was pulled"
+    await stage.ranks.kill()  # no one waits for a process that is gone
+    assert stage.peer.heard(EndEpoch) == []
 
 
 @pytest.mark.parametrize(
@@ -279,17 +268,15 @@ def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> No
         ([PREPARED, PREPARED], GroupError, Code.OUT_OF_ORDER),
     ],
 )
-def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
-    tmp_path: Path, words: list[Any], kind: type[MlxtpError], code: Code
+@scene()
+async def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
+    stage: Story, words: list[Any], kind: type[MlxtpError], code: Code
 ) -> None:
-    async def story(stage: Story) -> None:
-        stage.peer.answers[Prepare] = words
-        error = await stage.fails()
-        assert isinstance(error, kind)
-        assert error.code is code
-        assert error.detail.startswith("mini-1")
-
-    play(tmp_path, story)
+    stage.peer.answers[Prepare] = words
+    error = await stage.fails()
+    assert isinstance(error, kind)
+    assert error.code is code
+    assert error.detail.startswith("mini-1")
 
 
 def test_the_end_of_an_only_rank_waits_for_no_other_report(
@@ -313,78 +300,65 @@ def test_the_end_of_an_only_rank_waits_for_no_other_report(
     run(scene())
 
 
-def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        for _ in range(1000):
-            stage.peer.seat.received(STARTED)
-            stage.peer.seat.received(trouble(Code.RANK_LOST))
-        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
-        error = await asyncio.shield(stage.ranks.failed)
-        for _ in range(1000):
-            stage.peer.seat.received(trouble(Code.RANK_LOST))
-        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
-        assert error.code is Code.OUT_OF_ORDER
-
-    play(tmp_path, story)
+@scene()
+async def test_an_agent_that_never_stops_talking_costs_no_memory(stage: Story) -> None:
+    await stage.serve()
+    for _ in range(1000):
+        stage.peer.seat.received(STARTED)
+        stage.peer.seat.received(trouble(Code.RANK_LOST))
+    assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+    error = await asyncio.shield(stage.ranks.failed)
+    for _ in range(1000):
+        stage.peer.seat.received(trouble(Code.RANK_LOST))
+    assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+    assert error.code is Code.OUT_OF_ORDER
 
 
-def test_one_refusal_among_many_leaves_no_request_waiting(tmp_path: Path) -> None:
+@scene(peers=3)
+async def test_one_refusal_among_many_leaves_no_request_waiting(stage: Story) -> None:
     """Of three other Macs one refuses, one never answers; all who were asked are told that it is over."""
-
-    async def story(stage: Story) -> None:
-        stage.peers[1].answers[Prepare] = [trouble(Code.NOT_READY)]
-        stage.peers[2].answers[Prepare] = []
-        assert (await stage.fails()).code is Code.NOT_READY
-        await stage.ranks.kill()
-        assert [len(peer.heard(EndEpoch)) for peer in stage.peers] == [1, 1, 1]
-
-    play(tmp_path, story, peers=3)
+    stage.peers[1].answers[Prepare] = [trouble(Code.NOT_READY)]
+    stage.peers[2].answers[Prepare] = []
+    assert (await stage.fails()).code is Code.NOT_READY
+    await stage.ranks.kill()
+    assert [len(peer.heard(EndEpoch)) for peer in stage.peers] == [1, 1, 1]
 
 
-def test_an_agent_that_never_says_that_its_rank_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_an_agent_that_never_says_that_its_rank_is_gone(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_module, "END_GRACE_S", 0.2)
-
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        stage.peer.answers[EndEpoch] = []
-        await stage.ranks.stop()
-        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True, False]
-
-    play(tmp_path, story)
+    await stage.serve()
+    stage.peer.answers[EndEpoch] = []
+    await stage.ranks.stop()
+    assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True, False]
 
 
 @pytest.mark.parametrize("at", ["Bootstrap", "Init", "SanityCheck", "LoadShard", "Generate"])
-def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_path: Path, at: str) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, die_on=at, code="out_of_memory")
-        with contextlib.suppress(MlxtpError):
-            await stage.serve()
-            stage.ranks.send(Generate(1, (1,), 1))
-        assert (await asyncio.shield(stage.ranks.failed)).detail == "studio: rank 0 ended with out_of_memory"
-        await stage.ranks.kill()
-        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
-        told, [mine] = kept(stage.home)
-        assert told["cause"] == {"code": "out_of_memory", "detail": "studio: rank 0 ended with out_of_memory"}
-        assert told["hosts"] == ["studio", "mini-1"]
-        assert told["reports"][-1]["rank"] == 0
-        assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
-
-    play(tmp_path, story, silence_s=NEVER_S)
+@scene(silence_s=NEVER_S)
+async def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(stage: Story, at: str) -> None:
+    stage.orders.give(0, die_on=at, code="out_of_memory")
+    with contextlib.suppress(MlxtpError):
+        await stage.serve()
+        stage.ranks.send(Generate(1, (1,), 1))
+    assert (await asyncio.shield(stage.ranks.failed)).detail == "studio: rank 0 ended with out_of_memory"
+    await stage.ranks.kill()
+    assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
+    told, [mine] = kept(stage.home)
+    assert told["cause"] == {"code": "out_of_memory", "detail": "studio: rank 0 ended with out_of_memory"}
+    assert told["hosts"] == ["studio", "mini-1"]
+    assert told["reports"][-1]["rank"] == 0
+    assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
 
 
-def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
+@scene(proof_s=0.3)
+async def test_a_proof_that_hangs_has_a_limit_of_its_own(stage: Story) -> None:
     """With a cable out JACCL forms, and its first sum waits for ever."""
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, mute_on="SanityCheck")
-        error = await stage.fails()
-        assert error.code is Code.LINK_TIMEOUT
-        assert error.detail == "the ranks did not reply to SanityCheck within 0.3 s"
-
-    play(tmp_path, story, proof_s=0.3)
+    stage.orders.give(0, mute_on="SanityCheck")
+    error = await stage.fails()
+    assert error.code is Code.LINK_TIMEOUT
+    assert error.detail == "the ranks did not reply to SanityCheck within 0.3 s"
 
 
 SLOW_S = 0.6
@@ -403,115 +377,102 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     [({"frees_s": SLOW_S}, False), ({"frees_s": WEDGED_S, "mute": True}, True)],
     ids=["gives a sign", "wedged"],
 )
-def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
-    tmp_path: Path, order: dict[str, Any], deaf: bool
+@scene()
+async def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
+    stage: Story, order: dict[str, Any], deaf: bool
 ) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, **order)
-        await stage.serve()
-        end = await stage.ranks.processes[0].kill()
-        assert (end.deaf, end.status) == (deaf, -signal.SIGKILL if deaf else TERMINATED_STATUS)
-        await stage.ranks.kill()
-
-    play(tmp_path, story)
+    stage.orders.give(0, **order)
+    await stage.serve()
+    end = await stage.ranks.processes[0].kill()
+    assert (end.deaf, end.status) == (deaf, -signal.SIGKILL if deaf else TERMINATED_STATUS)
+    await stage.ranks.kill()
 
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("backend", ["jaccl", "ring"])
-def test_memory_that_a_killed_rank_may_have_lost_is_named_in_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+@scene()
+async def test_memory_that_a_killed_rank_may_have_lost_is_named_in_the_error(
+    stage: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     async def ended(_epoch: int, _held: int, *, stuck: bool) -> int:
         return 96 * 10**9 * stuck
 
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, frees_s=WEDGED_S, mute=True)
-        await stage.serve()
-        end = stage.ranks.processes[0]._end
-        end.jaccl = backend == "jaccl"
-        await sees(lambda: end.pong is not None)
-        end.pong = replace(PONG.pong, phase="decode", in_flight=1)
-        cause = await stage.ranks.kill(GroupError("rank 0 is stuck", Code.RANK_STALLED))
-        assert cause is not None
-        lost = "; 96 GB may be stranded until this Mac restarts" * (backend == "jaccl")
-        assert cause.detail == f"rank 0 is stuck{lost}"
-        assert kept(tmp_path / "home")[0]["cause"]["detail"] == cause.detail
-
+    # AFTER
     monkeypatch.setattr(HERE, "ended", ended)
-    play(tmp_path, story)
+    stage.orders.give(0, frees_s=WEDGED_S, mute=True)
+    await stage.serve()
+    end = stage.ranks.processes[0]._end
+    end.jaccl = backend == "jaccl"
+    await sees(lambda: end.pong is not None)
+    end.pong = replace(PONG.pong, phase="decode", in_flight=1)
+    cause = await stage.ranks.kill(GroupError("rank 0 is stuck", Code.RANK_STALLED))
+    lost = "; 96 GB may be stranded until this Mac restarts" * (backend == "jaccl")
+    assert cause.detail == f"rank 0 is stuck{lost}"
+    assert kept(tmp_path / "home")[0]["cause"]["detail"] == cause.detail
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_an_end_that_all_its_tasks_were_cancelled_in_is_repeated_without_patience_for_a_wedged_rank(
-    tmp_path: Path,
+@scene()
+async def test_an_end_that_all_its_tasks_were_cancelled_in_is_repeated_without_patience_for_a_wedged_rank(
+    stage: Story,
 ) -> None:
     """As `asyncio.run` does once its main task is over."""
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, frees_s=WEDGED_S, mute=True)
-        await stage.serve()
-        rank = stage.ranks.processes[0]
-        cut = asyncio.ensure_future(rank.kill())
-        await asyncio.sleep(0)
-        for task in (cut, *rank._background.tasks):
-            task.cancel()
-        await asyncio.wait({cut, *rank._background.tasks})
-        end = await rank.kill()
-        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
-        await stage.ranks.kill()
-
-    play(tmp_path, story)
+    stage.orders.give(0, frees_s=WEDGED_S, mute=True)
+    await stage.serve()
+    rank = stage.ranks.processes[0]
+    cut = asyncio.ensure_future(rank.kill())
+    await asyncio.sleep(0)
+    for task in (cut, *rank._background.tasks):
+        task.cancel()
+    await asyncio.wait({cut, *rank._background.tasks})
+    end = await rank.kill()
+    assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+    await stage.ranks.kill()
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, frees_s=SLOW_S)
-        await stage.serve()
-        await stage.ranks.stop()
-        assert stage.ranks.processes[0]._end.status == 0
-        assert not (stage.home / failure_store.FOLDER).exists()
-
-    play(tmp_path, story)
+@scene()
+async def test_an_end_in_order_is_waited_for_until_memory_is_given_back(stage: Story) -> None:
+    stage.orders.give(0, frees_s=SLOW_S)
+    await stage.serve()
+    await stage.ranks.stop()
+    assert stage.ranks.processes[0]._end.status == 0
+    assert not (stage.home / failure_store.FOLDER).exists()
 
 
 @pytest.mark.parametrize(("owed", "before"), [("Init", "linked"), ("LoadShard", "proven")])
-def test_an_end_in_order_reads_the_reply_that_a_rank_still_owes(
-    tmp_path: Path, owed: str, before: str
+@scene()
+async def test_an_end_in_order_reads_the_reply_that_a_rank_still_owes(
+    stage: Story, owed: str, before: str
 ) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, late_on=owed)
-        serving = asyncio.ensure_future(stage.serve())
-        await sees(lambda: stage.stages[-1:] == [before])
-        serving.cancel()
-        await asyncio.wait({serving})
-        await stage.ranks.stop()
-        assert stage.orders.notes("shut down")
-        assert stage.ranks.processes[0]._end.status == 0
-        assert stage.peer.heard(EndEpoch) == [EndEpoch(EPOCH, True)]
-
-    play(tmp_path, story)
+    stage.orders.give(0, late_on=owed)
+    serving = asyncio.ensure_future(stage.serve())
+    await sees(lambda: stage.stages[-1:] == [before])
+    serving.cancel()
+    await asyncio.wait({serving})
+    await stage.ranks.stop()
+    assert stage.orders.notes("shut down")
+    assert stage.ranks.processes[0]._end.status == 0
+    assert stage.peer.heard(EndEpoch) == [EndEpoch(EPOCH, True)]
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_module, "FREE_S", 0.0)
     monkeypatch.setattr(rank_module, "patience_s", lambda _: SLOW_S)
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, frees_s=-1)
-        await stage.serve()
-        end = await stage.ranks.processes[0].kill()
-        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
-        await stage.ranks.kill()
-
-    play(tmp_path, story)
+    stage.orders.give(0, frees_s=-1)
+    await stage.serve()
+    end = await stage.ranks.processes[0].kill()
+    assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+    await stage.ranks.kill()
 
 
-def test_memory_is_compared_once_when_an_epoch_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_memory_is_compared_once_when_an_epoch_is_over(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[tuple[int, int]] = []
 
@@ -521,30 +482,23 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
         return 0
 
     monkeypatch.setattr(HERE, "ended", ended)
-
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        process = stage.ranks.processes[0]
-        await sees(lambda: process._end.pong is not None)
-        process._end.pong = replace(PONG.pong, stats=RankStats(memory_bytes=7))
-        stage.ranks.give_up(LOST)
-        await stage.ranks.kill()
-        await stage.ranks.kill()
-        assert compared == [(EPOCH, 7)]
-
-    play(tmp_path, story)
+    await stage.serve()
+    process = stage.ranks.processes[0]
+    await sees(lambda: process._end.pong is not None)
+    process._end.pong = replace(PONG.pong, stats=RankStats(memory_bytes=7))
+    stage.ranks.give_up(LOST)
+    await stage.ranks.kill()
+    await stage.ranks.kill()
+    assert compared == [(EPOCH, 7)]
 
 
-def test_a_rank_reports_what_its_gpu_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@scene()
+async def test_a_rank_reports_what_its_gpu_may_have(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HERE, "gpu_bytes", 0)
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, gpu_bytes=464 << 30)
-        await stage.serve()
-        assert HERE.gpu_bytes == 464 << 30
-        await stage.ranks.kill()
-
-    play(tmp_path, story)
+    stage.orders.give(0, gpu_bytes=464 << 30)
+    await stage.serve()
+    assert HERE.gpu_bytes == 464 << 30
+    await stage.ranks.kill()
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -554,82 +508,70 @@ def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((folder / "epoch.json").read_text()), ranks
 
 
-def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        stage.peer.say(trouble(Code.FORWARD_FAILED, "no such luck"))
-        assert (await asyncio.shield(stage.ranks.failed)).code is Code.FORWARD_FAILED
-        await stage.ranks.kill()
-        told, [mine] = kept(stage.home)
-        assert told["cause"]["code"] == "forward_failed"
-        assert told["epoch_id"] == mine["epoch_id"] != ""
-        assert (mine["signal"], mine["by_agent"], mine["deaf"]) == (15, True, False)
-        await stage.ranks.kill()
-        assert len(list((stage.home / failure_store.FOLDER).iterdir())) == 1, "it failed once"
-
-    play(tmp_path, story)
+@scene()
+async def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(stage: Story) -> None:
+    await stage.serve()
+    stage.peer.say(trouble(Code.FORWARD_FAILED, "no such luck"))
+    assert (await asyncio.shield(stage.ranks.failed)).code is Code.FORWARD_FAILED
+    await stage.ranks.kill()
+    told, [mine] = kept(stage.home)
+    assert told["cause"]["code"] == "forward_failed"
+    assert told["epoch_id"] == mine["epoch_id"] != ""
+    assert (mine["signal"], mine["by_agent"], mine["deaf"]) == (15, True, False)
+    await stage.ranks.kill()
+    assert len(list((stage.home / failure_store.FOLDER).iterdir())) == 1, "it failed once"
 
 
-def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
+@scene()
+async def test_a_command_that_is_refused_is_the_cause(stage: Story) -> None:
     """Every rank is well: only the model was not."""
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, error_on="LoadShard", code="model_invalid")
-        error = await stage.fails()
-        assert not stage.ranks.failed.done()
-        await stage.ranks.kill(error)
-        told, _ = kept(stage.home)
-        assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
-
-    play(tmp_path, story)
+    stage.orders.give(0, error_on="LoadShard", code="model_invalid")
+    error = await stage.fails()
+    assert not stage.ranks.failed.done()
+    await stage.ranks.kill(error)
+    told, _ = kept(stage.home)
+    assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
 
 
-def test_a_rank_elsewhere_that_has_no_memory_for_its_layers_is_named_with_its_mac(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        words = "rank 1: tiny: reading layers 1 to 2 of 4 (9.30 GB) failed"
-        stage.orders.give(0, error_on="LoadShard", code="out_of_memory", words=words)
-        error = await stage.fails()
-        assert (error.code, error.detail) == (Code.OUT_OF_MEMORY, f"mini-1: {words}")
-
-    play(tmp_path, story)
+@scene()
+async def test_a_rank_elsewhere_that_has_no_memory_for_its_layers_is_named_with_its_mac(stage: Story) -> None:
+    words = "rank 1: tiny: reading layers 1 to 2 of 4 (9.30 GB) failed"
+    stage.orders.give(0, error_on="LoadShard", code="out_of_memory", words=words)
+    error = await stage.fails()
+    assert (error.code, error.detail) == (Code.OUT_OF_MEMORY, f"mini-1: {words}")
 
 
 WISHED = GroupError("another is wanted now", Code.REPLANNED)
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_of_an_end_in_order_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+@scene()
+async def test_of_an_end_in_order_nothing_is_kept(
+    stage: Story, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Also while ranks wait for each other in MLX and do not hear SIGTERM."""
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, deaf=True)
-        starting = asyncio.ensure_future(stage.ranks.start())
-        await sees(lambda: bool(stage.orders.notes("bootstrap")))
-        stage.ranks.give_up(WISHED)
-        with pytest.raises(GroupError, match="wanted now"):
-            await starting
-        never_hearing(stage, monkeypatch)
-        await getattr(stage.ranks, end)()
-        assert not (stage.home / failure_store.FOLDER).exists()
-
-    play(tmp_path, story)
+    stage.orders.give(0, deaf=True)
+    starting = asyncio.ensure_future(stage.ranks.start())
+    await sees(lambda: bool(stage.orders.notes("bootstrap")))
+    stage.ranks.give_up(WISHED)
+    with pytest.raises(GroupError, match="wanted now"):
+        await starting
+    never_hearing(stage, monkeypatch)
+    await getattr(stage.ranks, end)()
+    assert not (stage.home / failure_store.FOLDER).exists()
 
 
-def test_a_rank_that_serves_and_does_not_end_when_it_should_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_a_rank_that_serves_and_does_not_end_when_it_should_is_a_failure(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        stage.ranks.give_up(WISHED)
-        await asyncio.shield(stage.ranks.failed)
-        never_hearing(stage, monkeypatch)
-        await stage.ranks.stop()
-        told, _ = kept(stage.home)
-        assert told["cause"]["code"] == "rank_stalled"
-
-    play(tmp_path, story)
+    await stage.serve()
+    stage.ranks.give_up(WISHED)
+    await asyncio.shield(stage.ranks.failed)
+    never_hearing(stage, monkeypatch)
+    await stage.ranks.stop()
+    told, _ = kept(stage.home)
+    assert told["cause"]["code"] == "rank_stalled"
 
 
 def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,48 +585,40 @@ def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "kill", killed)
 
 
-def test_a_failure_that_cannot_be_kept_stops_no_agent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@scene()
+async def test_a_failure_that_cannot_be_kept_stops_no_agent(
+    stage: Story, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        (stage.home / failure_store.FOLDER).write_text("in the way")
-        await stage.ranks.kill()
-        assert "nothing of its failure is kept" in caplog.text
-
-    play(tmp_path, story)
+    await stage.serve()
+    (stage.home / failure_store.FOLDER).write_text("in the way")
+    await stage.ranks.kill()
+    assert "nothing of its failure is kept" in caplog.text
 
 
-def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.beat = lambda: None  # type: ignore[method-assign]
-        error = await stage.fails()
-        assert error.code is Code.RANK_LOST
-        assert error.detail.startswith("mini-1: rank 1 has been silent for")
-
-    play(tmp_path, story)
+@scene()
+async def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(stage: Story) -> None:
+    stage.beat = lambda: None  # type: ignore[method-assign]
+    error = await stage.fails()
+    assert error.code is Code.RANK_LOST
+    assert error.detail.startswith("mini-1: rank 1 has been silent for")
 
 
-def test_a_bug_in_what_watches_an_epoch_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@scene()
+async def test_a_bug_in_what_watches_an_epoch_ends_it(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     def err(_watch: RankHealth, _now: float) -> None:
         raise RuntimeError("a bug")
 
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        monkeypatch.setattr(RankHealth, "tick", err)
-        error = await asyncio.shield(stage.ranks.failed)
-        assert (error.code, error.detail) == (Code.INTERNAL, "RuntimeError: a bug")
-
-    play(tmp_path, story)
+    await stage.serve()
+    monkeypatch.setattr(RankHealth, "tick", err)
+    error = await asyncio.shield(stage.ranks.failed)
+    assert (error.code, error.detail) == (Code.INTERNAL, "RuntimeError: a bug")
 
 
-def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        error = await stage.fails()
-        assert error.code is Code.FORM_FAILED
-        assert "192.0.2.1" in error.detail
-
-    play(tmp_path, story, fabric="192.0.2.1")
+@scene(fabric="192.0.2.1")
+async def test_an_address_of_a_cable_that_was_pulled(stage: Story) -> None:
+    error = await stage.fails()
+    assert error.code is Code.FORM_FAILED
+    assert "192.0.2.1" in error.detail
 
 
 JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion queue"
@@ -692,24 +626,21 @@ JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion qu
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.FORWARD_FAILED])
-def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
-    tmp_path: Path, first: int, code: Code
+@scene()
+async def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
+    stage: Story, first: int, code: Code
 ) -> None:
     """Its own agent, or rank 0, whose link to it may be faster. JACCL is explained while it forms, once."""
-
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        here = FailureReport(0, GroupError(JACCL_ENDED, code))
-        there = FailureReport(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
-        for report in [(here, there), (there, here)][first]:
-            stage.ranks.watch.report(report)
-        error = await asyncio.shield(stage.ranks.failed)
-        cause = ". Cause: all of an RDMA device's queue pairs" if code is Code.FORM_FAILED else ""
-        assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")
-        assert ("Cause: " in error.detail) == bool(cause)
-        assert stage.ranks._explained(error) is error, "as a failed load does once more"
-
-    play(tmp_path, story)
+    await stage.serve()
+    here = FailureReport(0, GroupError(JACCL_ENDED, code))
+    there = FailureReport(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
+    for report in [(here, there), (there, here)][first]:
+        stage.ranks.watch.report(report)
+    error = await asyncio.shield(stage.ranks.failed)
+    cause = ". Cause: all of an RDMA device's queue pairs" if code is Code.FORM_FAILED else ""
+    assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")
+    assert ("Cause: " in error.detail) == bool(cause)
+    assert stage.ranks._explained(error) is error, "as a failed load does once more"
 
 
 # --- JACCL ------------------------------------------------------------------------------------------------
@@ -721,120 +652,105 @@ def test_over_jaccl_an_idle_group_proves_itself_before_a_minute(backend: str, ex
     assert canary_s(0.3, backend) == 0.3
 
 
-def test_a_crash_after_idling_over_jaccl_blames_no_cable(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=True)
-        await stage.serve()
-        [told] = stage.orders.notes("bootstrap")
-        assert told["canary_s"] == 20.0
-        stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
-        error = await asyncio.shield(stage.ranks.failed)
-        assert "a known fault of MLX" in error.detail
-
-    play(tmp_path, story, backend="jaccl")
+@scene(backend="jaccl")
+async def test_a_crash_after_idling_over_jaccl_blames_no_cable(stage: Story) -> None:
+    stage.orders.give(0, jaccl=True)
+    await stage.serve()
+    [told] = stage.orders.notes("bootstrap")
+    assert told["canary_s"] == 20.0
+    stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
+    error = await asyncio.shield(stage.ranks.failed)
+    assert "a known fault of MLX" in error.detail
 
 
-def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=True, rounds=True)
-        stage.peer.answers[StartRank] = [STARTED, SIDE]
-        await stage.serve()
-        [gathered] = stage.peer.heard(RankGathered)
-        assert (gathered.epoch, gathered.rank) == (EPOCH, 1)
-        assert gathered.gathered == Gathered(1, b"01")
-        [note] = stage.orders.notes("gathered")
-        assert (note["data"], note["error"]) == ("01", "")
-
-    play(tmp_path, story, backend="jaccl")
+@scene(backend="jaccl")
+async def test_the_rounds_of_the_side_channel_pass_through_the_agents(stage: Story) -> None:
+    stage.orders.give(0, jaccl=True, rounds=True)
+    stage.peer.answers[StartRank] = [STARTED, SIDE]
+    await stage.serve()
+    [gathered] = stage.peer.heard(RankGathered)
+    assert (gathered.epoch, gathered.rank) == (EPOCH, 1)
+    assert gathered.gathered == Gathered(1, b"01")
+    [note] = stage.orders.notes("gathered")
+    assert (note["data"], note["error"]) == ("01", "")
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_a_rank_that_stays_away_from_a_round_is_named_to_those_who_came(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+@scene()
+async def test_a_rank_that_stays_away_from_a_round_is_named_to_those_who_came(
+    stage: Story, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
     """However long the rounds before it took together."""
     monkeypatch.setattr(SideChannelHub, "ROUND_S", 0.4)
-
-    async def story(stage: Story) -> None:
-        watch = stage.ranks.watch
-        await stage.ranks.start()
-        stage.ranks.watch._hub = SideChannelHub(2)  # as if they still formed
-        for number in range(1, rounds + 1):
-            for rank in (0, 1):
-                watch.side(rank, SideChannel(number, b"1"))
-                await asyncio.sleep(0.15)
-        watch.side(1, SideChannel(rounds + 1, b"1"))
-        await sees(lambda: any(each.gathered.error for each in stage.peer.heard(RankGathered)))
-        *before, last = stage.peer.heard(RankGathered)
-        assert not any(each.gathered.error for each in before)
-        assert last.gathered.error.startswith(f"rank 0 did not come to round {rounds + 1} ")
-
-    play(tmp_path, story)
+    watch = stage.ranks.watch
+    await stage.ranks.start()
+    stage.ranks.watch._hub = SideChannelHub(2)  # as if they still formed
+    for number in range(1, rounds + 1):
+        for rank in (0, 1):
+            watch.side(rank, SideChannel(number, b"1"))
+            await asyncio.sleep(0.15)
+    watch.side(1, SideChannel(rounds + 1, b"1"))
+    await sees(lambda: any(each.gathered.error for each in stage.peer.heard(RankGathered)))
+    *before, last = stage.peer.heard(RankGathered)
+    assert not any(each.gathered.error for each in before)
+    assert last.gathered.error.startswith(f"rank 0 did not come to round {rounds + 1} ")
 
 
-def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=True, rounds=True)
-        stage.peer.answers[StartRank] = [STARTED]
-        waiting = asyncio.ensure_future(stage.fails())
-        await sees(lambda: "linked" in stage.stages)
-        said = "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
-        stage.peer.say(trouble(Code.FORM_FAILED, said))
-        error = await waiting
-        assert error.code is Code.FORM_FAILED
-        assert error.detail.startswith(f"mini-1: {said}. Cause: an RDMA port has no IPv4 address")
-        await sees(lambda: stage.orders.notes("gathered"))
-        assert stage.orders.notes("gathered")[0]["error"] == f"mini-1: {said}"
-
-    play(tmp_path, story, backend="jaccl")
+@scene(backend="jaccl")
+async def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(stage: Story) -> None:
+    stage.orders.give(0, jaccl=True, rounds=True)
+    stage.peer.answers[StartRank] = [STARTED]
+    waiting = asyncio.ensure_future(stage.fails())
+    await sees(lambda: "linked" in stage.stages)
+    said = "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+    stage.peer.say(trouble(Code.FORM_FAILED, said))
+    error = await waiting
+    assert error.code is Code.FORM_FAILED
+    assert error.detail.startswith(f"mini-1: {said}. Cause: an RDMA port has no IPv4 address")
+    await sees(lambda: stage.orders.notes("gathered"))
+    assert stage.orders.notes("gathered")[0]["error"] == f"mini-1: {said}"
 
 
-def test_the_mac_of_the_rank_that_hangs_is_named_and_not_the_reporter_s(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=True, rounds=True)
-        stage.peer.answers[StartRank] = [STARTED]
-        waiting = asyncio.ensure_future(stage.fails())
-        await sees(lambda: "linked" in stage.stages)
-        said = "rank 0 did not come to round 1 of JACCL's side channel within 10 s"
-        stage.peer.say(trouble(Code.FORM_FAILED, said))
-        assert (await waiting).detail.startswith(
-            f"studio: {said}. Cause: most likely the RDMA driver of that Mac"
-        )
-
-    play(tmp_path, story, backend="jaccl")
+@scene(backend="jaccl")
+async def test_the_mac_of_the_rank_that_hangs_is_named_and_not_the_reporter_s(stage: Story) -> None:
+    stage.orders.give(0, jaccl=True, rounds=True)
+    stage.peer.answers[StartRank] = [STARTED]
+    waiting = asyncio.ensure_future(stage.fails())
+    await sees(lambda: "linked" in stage.stages)
+    said = "rank 0 did not come to round 1 of JACCL's side channel within 10 s"
+    stage.peer.say(trouble(Code.FORM_FAILED, said))
+    assert (await waiting).detail.startswith(
+        f"studio: {said}. Cause: most likely the RDMA driver of that Mac"
+    )
 
 
-def test_once_formed_no_rank_is_told_of_rounds(tmp_path: Path) -> None:
+@scene(backend="jaccl")
+async def test_once_formed_no_rank_is_told_of_rounds(stage: Story) -> None:
     """It would break the order of the pipe, and hide what really happened."""
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=True, rounds=True)
-        stage.peer.answers[StartRank] = [STARTED, SIDE]
-        stage.ranks._on_stage = lambda stage_: stage.peer.say(LOST, SIDE) if stage_ == "formed" else None
-        error = await stage.fails()
-        assert error.detail == "its cable was pulled"
-        assert len(stage.orders.notes("gathered")) == 1
-
-    play(tmp_path, story, backend="jaccl")
+    stage.orders.give(0, jaccl=True, rounds=True)
+    stage.peer.answers[StartRank] = [STARTED, SIDE]
+    stage.ranks._on_stage = lambda stage_: stage.peer.say(LOST, SIDE) if stage_ == "formed" else None
+    error = await stage.fails()
+    assert error.detail == "its cable was pulled"
+    assert len(stage.orders.notes("gathered")) == 1
 
 
 @pytest.mark.parametrize(
     ("lacking", "who"), [([0], "studio"), ([1], "mini-1"), ([0, 1], "studio and mini-1")]
 )
-def test_macs_whose_mlx_has_no_jaccl_are_named(tmp_path: Path, lacking: list[int], who: str) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(0, jaccl=0 not in lacking)
-        stage.peer.answers[StartRank] = [RankStarted(EPOCH, 1 not in lacking)]
-        error = await stage.fails()
-        assert (type(error), error.code) == (GroupError, Code.FORM_FAILED)
-        assert error.detail.startswith(f"MLX on {who} has no JACCL; it needs macOS")
-        assert stage.stages == ["spawned"]
-
-    play(tmp_path, story, backend="jaccl")
+@scene(backend="jaccl")
+async def test_macs_whose_mlx_has_no_jaccl_are_named(stage: Story, lacking: list[int], who: str) -> None:
+    stage.orders.give(0, jaccl=0 not in lacking)
+    stage.peer.answers[StartRank] = [RankStarted(EPOCH, 1 not in lacking)]
+    error = await stage.fails()
+    assert (type(error), error.code) == (GroupError, Code.FORM_FAILED)
+    assert error.detail.startswith(f"MLX on {who} has no JACCL; it needs macOS")
+    assert stage.stages == ["spawned"]
 
 
-def test_a_disk_too_full_for_the_epochs_folder_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_a_disk_too_full_for_the_epochs_folder_is_said(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mkdir = Path.mkdir
 
@@ -843,13 +759,10 @@ def test_a_disk_too_full_for_the_epochs_folder_is_said(
             raise OSError(errno.ENOSPC, "No space left on device")
         mkdir(path, *args, **how)
 
-    async def story(stage: Story) -> None:
-        monkeypatch.setattr(Path, "mkdir", full)
-        error = await stage.fails()
-        assert error.code is Code.FORM_FAILED
-        folder = stage.home / "run" / f"epoch-{EPOCH}"
-        assert error.detail == f"the disk is full, nothing can be written in {folder}"
-        await stage.ranks.kill(error)
-        assert kept(stage.home)[0]["cause"]["detail"] == error.detail
-
-    play(tmp_path, story)
+    monkeypatch.setattr(Path, "mkdir", full)
+    error = await stage.fails()
+    assert error.code is Code.FORM_FAILED
+    folder = stage.home / "run" / f"epoch-{EPOCH}"
+    assert error.detail == f"the disk is full, nothing can be written in {folder}"
+    await stage.ranks.kill(error)
+    assert kept(stage.home)[0]["cause"]["detail"] == error.detail

@@ -14,7 +14,7 @@ import pytest
 from mlxtp.groups import sleep
 from mlxtp.groups.sleep import CAFFEINATE, Clocks, KeepAwake, clocks, slept_s, watch_sleep
 
-from .scenes import run, sees, within
+from .scenes import in_a_loop, run, sees, within
 
 AT = Clocks(100.0, 5000.0)
 
@@ -48,22 +48,17 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "TICK_S", 0.01)
 
 
-def test_waking_is_told_once() -> None:
+@in_a_loop()
+async def test_waking_is_told_once() -> None:
     moments: Iterator[Clocks] = iter([AT, Clocks(101, 5001), Clocks(102, 5602), Clocks(103, 5603)])
     last = Clocks(104, 5604)
     woke: list[float] = []
-
-    async def story() -> None:
-        task = asyncio.ensure_future(
-            watch_sleep(woke.append, lambda: True, None, lambda: next(moments, last))
-        )
-        await sees(lambda: bool(woke))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert woke == [600.0]
-
-    run(within(story()))
+    task = asyncio.ensure_future(watch_sleep(woke.append, lambda: True, None, lambda: next(moments, last)))
+    await sees(lambda: bool(woke))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert woke == [600.0]
 
 
 def command(folder: Path, code: str) -> tuple[str, ...]:
@@ -105,19 +100,17 @@ def test_a_mac_is_kept_awake_while_it_serves_and_no_longer(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["missing", "ends at once"])
-def test_a_command_that_does_not_work_is_said_once_and_not_tried_for_ever(
+@in_a_loop()
+async def test_a_command_that_does_not_work_is_said_once_and_not_tried_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, missing: bool
 ) -> None:
-    async def story() -> None:
-        keep = KeepAwake(("/no/such/command",) if missing else command(tmp_path, "sys.exit(3)"))
-        task = asyncio.ensure_future(watch_sleep(lambda _: None, lambda: True, keep))
-        await sees(lambda: "may fall asleep" in caplog.text)
-        await asyncio.sleep(0.1)
-        assert caplog.text.count("may fall asleep") == 1
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    run(within(story()))
+    keep = KeepAwake(("/no/such/command",) if missing else command(tmp_path, "sys.exit(3)"))
+    task = asyncio.ensure_future(watch_sleep(lambda _: None, lambda: True, keep))
+    await sees(lambda: "may fall asleep" in caplog.text)
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("may fall asleep") == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_the_real_command_is_the_one_that_macs_have() -> None:

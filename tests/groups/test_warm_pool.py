@@ -31,7 +31,7 @@ from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
 from .fake_rank import SPARE, Orders
-from .scenes import run, sees, within
+from .scenes import run, scenes, sees, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -165,34 +165,32 @@ def play(
     run(scene())
 
 
-def test_spares_become_the_next_ranks_and_rank_0_gets_the_listener(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        first = await stage.serve()
-        waiting = await stage.spare_pids(2)
-        assert not waiting & set(first)
-        await stage.end()
-        assert set(await stage.serve()) == waiting
-        [listener] = stage.orders.notes("listener")
-        told = stage.orders.notes("bootstrap")[-1]
-        assert told["decode_address"] == f"127.0.0.1:{listener['port']}"
-        assert not await stage.spare_pids(2) & waiting
-
-    play(tmp_path, story, ranks=2)
+scene = scenes(play, "tmp_path")
 
 
-def test_ranks_and_spares_know_no_secrets_of_their_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene(ranks=2)
+async def test_spares_become_the_next_ranks_and_rank_0_gets_the_listener(stage: Story) -> None:
+    first = await stage.serve()
+    waiting = await stage.spare_pids(2)
+    assert not waiting & set(first)
+    await stage.end()
+    assert set(await stage.serve()) == waiting
+    [listener] = stage.orders.notes("listener")
+    told = stage.orders.notes("bootstrap")[-1]
+    assert told["decode_address"] == f"127.0.0.1:{listener['port']}"
+    assert not await stage.spare_pids(2) & waiting
+
+
+@scene()
+async def test_ranks_and_spares_know_no_secrets_of_their_agent(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "MLX_METAL_FAST_SYNCH"):
         monkeypatch.setenv(name, "1")
-
-    async def story(stage: Story) -> None:
-        for pid in (*await stage.serve(), *await stage.spare_pids(1)):
-            known = psutil.Process(pid).environ()
-            assert {"HF_TOKEN", "OPENAI_API_KEY"} & known.keys() == set()
-            assert known["MLX_METAL_FAST_SYNCH"] == "1"
-
-    play(tmp_path, story)
+    for pid in (*await stage.serve(), *await stage.spare_pids(1)):
+        known = psutil.Process(pid).environ()
+        assert {"HF_TOKEN", "OPENAI_API_KEY"} & known.keys() == set()
+        assert known["MLX_METAL_FAST_SYNCH"] == "1"
 
 
 WATCHED = """
@@ -221,18 +219,16 @@ def test_a_spare_opens_no_device_before_it_is_a_rank(tmp_path: Path) -> None:
     assert not note.exists()
 
 
-def test_one_that_dies_is_replaced(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        [pid] = await stage.spare_pids(1)
-        os.kill(pid, signal.SIGKILL)
-        await sees(lambda: stage.spares.ready and stage.spares.ready != (pid,), "another one")
-        assert not psutil.pid_exists(pid)
-        [another] = stage.spares.ready
-        await stage.end()
-        assert await stage.serve() == [another]
-
-    play(tmp_path, story)
+@scene()
+async def test_one_that_dies_is_replaced(stage: Story) -> None:
+    await stage.serve()
+    [pid] = await stage.spare_pids(1)
+    os.kill(pid, signal.SIGKILL)
+    await sees(lambda: stage.spares.ready and stage.spares.ready != (pid,), "another one")
+    assert not psutil.pid_exists(pid)
+    [another] = stage.spares.ready
+    await stage.end()
+    assert await stage.serve() == [another]
 
 
 def runs(pid: int) -> bool:
@@ -242,205 +238,176 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_does_not_answer_is_ended_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+@scene()
+async def test_one_that_does_not_answer_is_ended_and_not_waited_for(
+    stage: Story, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     monkeypatch.setattr(warm_pool, "ANSWER_S", 0.2)
-
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        [pid] = await stage.spare_pids(1)
-        await stage.end()
-        os.kill(pid, how)
-        while how is signal.SIGKILL and runs(pid):
-            pass  # the agent must not have had a turn to notice
-        assert stage.spares.ready == (pid,)
-        assert pid not in await stage.serve()
-        await sees(lambda: not psutil.pid_exists(pid), "it is reaped")
-
-    play(tmp_path, story)
+    await stage.serve()
+    [pid] = await stage.spare_pids(1)
+    await stage.end()
+    os.kill(pid, how)
+    while how is signal.SIGKILL and runs(pid):
+        pass  # the agent must not have had a turn to notice
+    assert stage.spares.ready == (pid,)
+    assert pid not in await stage.serve()
+    await sees(lambda: not psutil.pid_exists(pid), "it is reaped")
 
 
-def test_the_error_of_a_pipe_that_broke_is_read_when_its_rank_is_ended(tmp_path: Path) -> None:
+@scene()
+async def test_the_error_of_a_pipe_that_broke_is_read_when_its_rank_is_ended(stage: Story) -> None:
     """Otherwise asyncio reports it, or not, by the order in which the garbage collector finds it."""
-
-    async def story(stage: Story) -> None:
-        [pid] = await stage.serve()
-        assert stage.ranks is not None
-        link = stage.ranks.processes[0]._connection
-        assert link is not None
-        closed = link._writer.transport.get_protocol()._closed
-        os.kill(pid, signal.SIGKILL)
-        while runs(pid):
-            pass  # the agent must not have had a turn to notice
-        link.send(Ping())
-        await stage.end()
-        assert "Broken pipe" in str(closed)
-        assert not closed._log_traceback
-
-    play(tmp_path, story)
+    [pid] = await stage.serve()
+    assert stage.ranks is not None
+    link = stage.ranks.processes[0]._connection
+    assert link is not None
+    closed = link._writer.transport.get_protocol()._closed
+    os.kill(pid, signal.SIGKILL)
+    while runs(pid):
+        pass  # the agent must not have had a turn to notice
+    link.send(Ping())
+    await stage.end()
+    assert "Broken pipe" in str(closed)
+    assert not closed._log_traceback
 
 
-def test_one_that_cannot_start_costs_nothing_but_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@scene()
+async def test_one_that_cannot_start_costs_nothing_but_itself(
+    stage: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(warm_pool, "RETRY", Backoff(3600.0, 3600.0))
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(SPARE, broken=True)
-        await stage.serve()
-        await sees(lambda: stage.starts() == 1)
-        [note] = stage.orders.notes_of(SPARE, "started")
-        await sees(lambda: "ended with 1" in caplog.text)
-        assert not psutil.pid_exists(note["pid"])
-        stage.spares.received_pong(pong())
-        assert not stage.spares._starting
-        await stage.end()
-        await stage.serve()
-        assert stage.starts() == 1
-        assert stage.spares.ready == ()
-
-    play(tmp_path, story)
+    stage.orders.give(SPARE, broken=True)
+    await stage.serve()
+    await sees(lambda: stage.starts() == 1)
+    [note] = stage.orders.notes_of(SPARE, "started")
+    await sees(lambda: "ended with 1" in caplog.text)
+    assert not psutil.pid_exists(note["pid"])
+    stage.spares.received_pong(pong())
+    assert not stage.spares._starting
+    await stage.end()
+    await stage.serve()
+    assert stage.starts() == 1
+    assert stage.spares.ready == ()
 
 
-def test_one_that_still_imports_is_left_alone(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(SPARE, silent=True)
-        await stage.serve()
-        await sees(lambda: stage.starts() == 1)
-        [note] = stage.orders.notes_of(SPARE, "started")
-        await stage.end()
-        assert note["pid"] not in await stage.serve()
-        assert psutil.pid_exists(note["pid"])
-        assert stage.starts() == 1
-
-    play(tmp_path, story)
+@scene()
+async def test_one_that_still_imports_is_left_alone(stage: Story) -> None:
+    stage.orders.give(SPARE, silent=True)
+    await stage.serve()
+    await sees(lambda: stage.starts() == 1)
+    [note] = stage.orders.notes_of(SPARE, "started")
+    await stage.end()
+    assert note["pid"] not in await stage.serve()
+    assert psutil.pid_exists(note["pid"])
+    assert stage.starts() == 1
 
 
-def test_one_that_never_becomes_ready_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@scene()
+async def test_one_that_never_becomes_ready_is_ended(
+    stage: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(warm_pool, "IMPORT_S", 0.1)
     monkeypatch.setattr(warm_pool, "RETRY", Backoff(3600.0, 3600.0))
-
-    async def story(stage: Story) -> None:
-        stage.orders.give(SPARE, silent=True)
-        before = await stage.serve()
-        await sees(lambda: "ended with " in caplog.text)
-        assert rank_processes(stage.home) == before
-
-    play(tmp_path, story)
+    stage.orders.give(SPARE, silent=True)
+    before = await stage.serve()
+    await sees(lambda: "ended with " in caplog.text)
+    assert rank_processes(stage.home) == before
 
 
-def test_an_old_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        [pid] = await stage.spare_pids(1)
-        monkeypatch.setattr(warm_pool, "MAX_AGE_S", 0.0)
-        await sees(lambda: stage.spares.ready == ())
-        monkeypatch.setattr(warm_pool, "MAX_AGE_S", 3600.0)
-        assert await stage.spare_pids(1) != {pid}
-        assert not psutil.pid_exists(pid)
-
-    play(tmp_path, story)
+@scene()
+async def test_an_old_one_is_replaced(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    await stage.serve()
+    [pid] = await stage.spare_pids(1)
+    monkeypatch.setattr(warm_pool, "MAX_AGE_S", 0.0)
+    await sees(lambda: stage.spares.ready == ())
+    monkeypatch.setattr(warm_pool, "MAX_AGE_S", 3600.0)
+    assert await stage.spare_pids(1) != {pid}
+    assert not psutil.pid_exists(pid)
 
 
-def test_without_ranks_there_are_no_spares_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@scene()
+async def test_without_ranks_there_are_no_spares_after_a_while(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm_pool, "UNUSED_S", 1.0)
-
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        await stage.spare_pids(1)
-        await stage.end()
-        await sees(lambda: rank_processes(stage.home) == [], "it is gone")
-        await stage.serve()
-        await stage.spare_pids(1)
-
-    play(tmp_path, story)
+    await stage.serve()
+    await stage.spare_pids(1)
+    await stage.end()
+    await sees(lambda: rank_processes(stage.home) == [], "it is gone")
+    await stage.serve()
+    await stage.spare_pids(1)
 
 
-def test_nothing_is_left_of_one_that_is_just_started(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.spares.received_pong(pong())  # and the agent ends in the same turn
-
-    play(tmp_path, story)
+@scene()
+async def test_nothing_is_left_of_one_that_is_just_started(stage: Story) -> None:
+    stage.spares.received_pong(pong())  # and the agent ends in the same turn
 
 
-def test_nothing_is_left_of_one_that_imports(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        stage.orders.give(SPARE, silent=True)
-        stage.spares.received_pong(pong())
-        await sees(lambda: stage.starts() == 1)
-
-    play(tmp_path, story)
+@scene()
+async def test_nothing_is_left_of_one_that_imports(stage: Story) -> None:
+    stage.orders.give(SPARE, silent=True)
+    stage.spares.received_pong(pong())
+    await sees(lambda: stage.starts() == 1)
 
 
 @pytest.mark.chaos
-def test_eight_epochs_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        me, counts = psutil.Process(), []
-        for _ in range(8):
-            pids = await stage.serve()
-            await stage.spare_pids(2)
-            counts.append((me.num_fds(), len(me.children())))
-            os.kill(pids[-1], signal.SIGKILL)
-            await stage.end()
-        assert stage.starts() == 16
-        (early, children), *_, (late, _) = counts[1:]
-        assert late <= early, counts  # fewer when something of another test is collected meanwhile
-        assert {each for _, each in counts} == {children}, counts
-
-    play(tmp_path, story, ranks=2)
+@scene(ranks=2)
+async def test_eight_epochs_leave_no_descriptor_and_no_process(stage: Story) -> None:
+    me, counts = psutil.Process(), []
+    for _ in range(8):
+        pids = await stage.serve()
+        await stage.spare_pids(2)
+        counts.append((me.num_fds(), len(me.children())))
+        os.kill(pids[-1], signal.SIGKILL)
+        await stage.end()
+    assert stage.starts() == 16
+    (early, children), *_, (late, _) = counts[1:]
+    assert late <= early, counts  # fewer when something of another test is collected meanwhile
+    assert {each for _, each in counts} == {children}, counts
 
 
-def test_where_none_are_wanted_there_are_none(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.serve()
-        await asyncio.sleep(20 * stage.settings.limits.heartbeat_s)
-        assert stage.starts() == 0
-
-    play(tmp_path, story, wanted=0)
+@scene(wanted=0)
+async def test_where_none_are_wanted_there_are_none(stage: Story) -> None:
+    await stage.serve()
+    await asyncio.sleep(20 * stage.settings.limits.heartbeat_s)
+    assert stage.starts() == 0
 
 
-def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        said: list[Message] = []
-        stage.orders.give(1, model="tiny")
-        send = lambda _, word: said.append(word)  # noqa: E731
-        node = SimpleNamespace(
-            settings=stage.settings,
-            links=SimpleNamespace(send=send, on=lambda *_: None, on_lost=lambda _: None),
-            enrolment=SimpleNamespace(on_gone=lambda _: None),
-            membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(boot_id="boot")),
-            node_id="c" * 32,
-            boot_id="boot",
-        )
-        hosted = HostedRanks(cast(Any, node), lambda _: Path("/here"), 0, stage.spares)
+@scene()
+async def test_a_rank_for_another_mac_is_a_spare_too(stage: Story) -> None:
+    said: list[Message] = []
+    stage.orders.give(1, model="tiny")
+    send = lambda _, word: said.append(word)  # noqa: E731
+    node = SimpleNamespace(
+        settings=stage.settings,
+        links=SimpleNamespace(send=send, on=lambda *_: None, on_lost=lambda _: None),
+        enrolment=SimpleNamespace(on_gone=lambda _: None),
+        membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(boot_id="boot")),
+        node_id="c" * 32,
+        boot_id="boot",
+    )
+    hosted = HostedRanks(cast(Any, node), lambda _: Path("/here"), 0, stage.spares)
 
-        async def hears(kind: type[Message]) -> None:
-            await sees(lambda: any(isinstance(word, kind) for word in said), kind.__name__)
-            said.clear()
+    async def hears(kind: type[Message]) -> None:
+        await sees(lambda: any(isinstance(word, kind) for word in said), kind.__name__)
+        said.clear()
 
-        async def serve(epoch: int) -> int:
-            hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", "tiny"))
-            await hears(Prepared)
-            hosted.received(HOST, StartRank(epoch, TOLD))
-            await hears(RankStarted)
-            pid: int = stage.orders.notes_of(1, "started")[-1]["pid"]
-            return pid
+    async def serve(epoch: int) -> int:
+        hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", "tiny"))
+        await hears(Prepared)
+        hosted.received(HOST, StartRank(epoch, TOLD))
+        await hears(RankStarted)
+        pid: int = stage.orders.notes_of(1, "started")[-1]["pid"]
+        return pid
 
-        try:
-            await serve(1)
-            waiting = await stage.spare_pids(1)
-            hosted.received(HOST, EndEpoch(1, in_order=False))
-            await hears(EpochEnded)
-            assert {await serve(2)} == waiting
-        finally:
-            await hosted.close()
-
-    play(tmp_path, story)
+    try:
+        await serve(1)
+        waiting = await stage.spare_pids(1)
+        hosted.received(HOST, EndEpoch(1, in_order=False))
+        await hears(EpochEnded)
+        assert {await serve(2)} == waiting
+    finally:
+        await hosted.close()
 
 
 def test_a_pipe_holds_more_than_a_plain_socket_pair() -> None:

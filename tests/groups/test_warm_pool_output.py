@@ -16,20 +16,16 @@ from mlxtp.groups.warm_pool import MAX_LINE, WarmPool, WorkerOutput, log_lines
 from ..live_cluster import WAIT_S
 from .scenes import sees
 
-Said = list[tuple[str, Mapping[str, int]]]
 
-
-def said_by(program: str, about: Mapping[str, int], *, close_early: bool = False) -> Said:
+def said_by(program: str, *, close_early: bool = False) -> list[str]:
     """Return the output of a process with this program, by the time that it is gone."""
-    said: Said = []
+    said: list[str] = []
 
     async def run() -> None:
         command = (sys.executable, "-c", program)
-        async with WarmPool(command, Path(), 0, lambda line, of: said.append((line, of))) as spares:
+        async with WarmPool(command, Path(), 0, lambda line, _: said.append(line)) as spares:
             started = await spares.start(())
             lines = started.lines
-            assert lines is not None
-            lines.about = about
             started.pipe.close()
             await asyncio.wait_for(started.process.wait(), WAIT_S)
             if not close_early:
@@ -39,49 +35,45 @@ def said_by(program: str, about: Mapping[str, int], *, close_early: bool = False
     return said
 
 
-def test_both_outputs_are_heard_line_by_line_with_epoch_and_rank() -> None:
-    program = "import sys; print('one', flush=True); print('two\\n\\nthree', file=sys.stderr)"
-    about = {"epoch": 3, "rank": 1}
-    assert said_by(program, about) == [("one", about), ("two", about), ("three", about)]
+BOTH = "import sys; print('one', flush=True); print('two\\n\\nthree', file=sys.stderr)"
 
 
-def test_a_last_word_without_an_end_of_line_is_heard() -> None:
-    assert [line for line, _ in said_by("import os; os.write(2, b'abort')", {})] == ["abort"]
+@pytest.mark.parametrize(
+    ("program", "early", "lines"),
+    [
+        pytest.param(BOTH, False, ["one", "two", "three"], id="both outputs, line by line"),
+        pytest.param("import os; os.write(2, b'abort')", False, ["abort"], id="no end of line"),
+        pytest.param(
+            "import os; os.write(2, b'a\\nb\\nlast')", True, ["a", "b", "last"], id="before the end"
+        ),
+        pytest.param(
+            "for i in range(20000): print(i)", False, [*map(str, range(20000))], id="more than a pipe holds"
+        ),
+        pytest.param("import os; os.write(1, b'\\xff\\xfe ok\\n')", False, ["\ufffd\ufffd ok"], id="no text"),
+    ],
+)
+def test_all_that_a_process_writes_is_heard(program: str, early: bool, lines: list[str]) -> None:
+    assert said_by(program, close_early=early) == lines
 
 
-def test_what_was_written_before_the_end_is_heard_in_any_order() -> None:
-    lines = said_by("import os; os.write(2, b'a\\nb\\nlast')", {}, close_early=True)
-    assert [line for line, _ in lines] == ["a", "b", "last"]
-
-
-def test_what_is_still_in_the_pipe_at_the_end_is_heard() -> None:
-    said: list[str] = []
+def test_what_is_still_in_the_pipe_at_the_end_is_heard_with_its_epoch_and_rank() -> None:
+    said, about = list[tuple[str, Mapping[str, int]]](), {"epoch": 3, "rank": 1}
 
     async def run() -> None:
-        lines = WorkerOutput(lambda line, _: said.append(line))
+        lines = WorkerOutput(lambda line, of: said.append((line, of)))
+        lines.about = about
         os.write(lines.descriptor, b"one\nlast")
         lines.close()
         os.close(lines.descriptor)
 
     asyncio.run(run())
-    assert said == ["one", "last"]
+    assert said == [("one", about), ("last", about)]
 
 
 def test_a_line_without_end_is_cut_and_does_not_grow() -> None:
-    lines = [line for line, _ in said_by(f"import os; os.write(1, b'x' * {3 * MAX_LINE})", {})]
+    lines = said_by(f"import os; os.write(1, b'x' * {3 * MAX_LINE})")
     assert max(map(len, lines)) <= MAX_LINE
     assert sum(map(len, lines)) == 3 * MAX_LINE
-
-
-def test_more_than_a_pipe_holds_goes_through() -> None:
-    lines = said_by("for i in range(20000): print(i)", {})
-    assert [line for line, _ in lines] == [str(i) for i in range(20000)]
-
-
-def test_bytes_that_are_no_text_are_heard_all_the_same() -> None:
-    assert [line for line, _ in said_by("import os; os.write(1, b'\\xff\\xfe ok\\n')", {})] == [
-        "\ufffd\ufffd ok"
-    ]
 
 
 def descriptors() -> int:
@@ -90,8 +82,8 @@ def descriptors() -> int:
 
 def test_no_descriptor_is_left() -> None:
     before = descriptors()
-    said_by("print(1)", {})
-    said_by("print(1)", {}, close_early=True)
+    said_by("print(1)")
+    said_by("print(1)", close_early=True)
     assert descriptors() <= before
 
 

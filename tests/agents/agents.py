@@ -101,13 +101,11 @@ class Agent:
 
     def kill(self) -> None:
         """As a power cut does, but for the kernel's own goodbye."""
-        assert self.process is not None
         self.process.kill()
         self.process.wait(WAIT_S)
 
     def stop(self) -> None:
         """As launchd does. It must end in order, with nothing left."""
-        assert self.process is not None
         self.process.terminate()
         status = self.process.wait(WAIT_S)
         assert status == 0, f"{self.name} ended with {status}\n{self.log}"
@@ -128,7 +126,6 @@ class Agent:
 
     def signal_everything(self, number: signal.Signals) -> None:
         """To the agent and its ranks, in one go."""
-        assert self.process is not None
         for pid in (self.process.pid, *rank_processes(self.home)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -248,7 +245,6 @@ class Agent:
 
     def processes(self) -> list[psutil.Process]:
         """The agent, then its ranks."""
-        assert self.process is not None
         return [psutil.Process(pid) for pid in (self.process.pid, *rank_processes(self.home))]
 
     def _inside(self, function: Callable[[], T]) -> T:

@@ -118,7 +118,6 @@ def watching(host: Host) -> Iterator[set[tuple[str, int]]]:
     watcher = host.start(
         [sys.executable, "-c", OPEN_MEANWHILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert watcher.stdout is not None
     assert watcher.stdout.readline() == "watching\n"
     yield seen
     output, _ = watcher.communicate(timeout=WAIT_S)
@@ -142,9 +141,7 @@ def test_the_documented_ports_are_those_of_the_other_tests() -> None:
 def test_every_open_port_is_documented(pair: Pair) -> None:
     """While a group runs, the table of docs/security.md is what the system says."""
     for agent in (pair.a, pair.b):
-        assert agent.host is not None
         found = json.loads(agent.host.run([sys.executable, "-c", OPEN_NOW]).stdout)
-        assert agent.process is not None
         assert {pid for *_, pid in found} == {agent.process.pid}
         tcp = {(address, port) for kind, address, port, _ in found if kind == "SOCK_STREAM"}
         udp = {port for kind, _, port, _ in found if kind == "SOCK_DGRAM"}

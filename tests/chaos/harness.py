@@ -136,8 +136,6 @@ class FaultyCluster(Cluster):
     def tighten(self, **limits: float) -> None:
         """Other limits for the watch over the present epoch: shorter than coming up would allow."""
         ranks = self.supervisor.status.ranks
-        assert ranks is not None
-        assert ranks.watch.health is not None
         ranks.watch.health._limits = dataclasses.replace(self.settings.limits, **limits)
 
     def wait_note(self, what: str, count: int = 1) -> list[dict[str, Any]]:
@@ -341,11 +339,11 @@ def assert_recovered(
     cluster: FaultyCluster,
     was: Before,
     codes: set[Code],
+    case: str,
     *,
     since: float | None = None,
-    detected_within_s: float,
+    within_s: float = NOTICED_S,
     epochs: int = 1,
-    case: str,
     seed: int | None = None,
     answers: tuple[tuple[Answer, str], ...] = (),
     told: frozenset[Code] = frozenset(),
@@ -359,7 +357,7 @@ def assert_recovered(
     that. `likely`: the kind of cause that the records tell. Returns the end of the faulty epoch.
     """
     faulty = was.epoch + epochs - 1
-    end = cluster.wait_end(faulty, detected_within_s + 30 * SLOWNESS)
+    end = cluster.wait_end(faulty, within_s + 30 * SLOWNESS)
     assert end.error is not None
     if since is None:
         since = cluster.wait_note("fault")[0]["time"]
@@ -382,7 +380,7 @@ def assert_recovered(
     )
     assert end.error.code in codes, end.error.detail
     assert likely in ("", cause.kind), cause.words
-    assert detect_s <= detected_within_s, f"detected after {detect_s:.1f} s"
+    assert detect_s <= within_s, f"detected after {detect_s:.1f} s"
     assert recovered_at - end.at <= RESTART_S
     assert cluster.epoch == faulty + 1
     for answer, expected in answers:
@@ -431,24 +429,16 @@ def assert_noticed(cluster: FaultyCluster, fault: Fault) -> None:
         asked = {"max_tokens": fault.max_tokens, **fault.fields}
         clients = [stack.enter_context(cluster.asking(LONG, **asked)) for _ in range(fault.clients)]
         answers = tuple((answer(), expected) for answer in clients)
-    assert_recovered(
-        cluster,
-        was,
-        fault.codes,
-        detected_within_s=fault.within_s,
-        case=fault.case,
-        answers=answers,
-        told=frozenset(fault.codes & {Code.OUT_OF_MEMORY}),
-        likely=fault.likely,
-    )
+    told = frozenset(fault.codes & {Code.OUT_OF_MEMORY})
+    how = {"within_s": fault.within_s, "likely": fault.likely}
+    assert_recovered(cluster, was, fault.codes, fault.case, answers=answers, told=told, **how)
 
 
 def assert_recovered_each_time(
     cluster: FaultyCluster,
     was: Before,
-    *,
-    detected_within_s: float,
     case: str,
+    *,
     seed: int | None = None,
     answers: tuple[tuple[Answer, str], ...] = (),
 ) -> int:
@@ -473,7 +463,7 @@ def assert_recovered_each_time(
             code=str(end.error and end.error.code),
         )
     assert set(at) == set(faulty)
-    assert max(detect_s) <= detected_within_s
+    assert max(detect_s) <= NOTICED_S
     assert max(recover_s) <= RESTART_S
     for answer, expected in answers:
         assert_whole(answer, expected)

@@ -16,7 +16,7 @@ from mlxtp.errors import Code
 
 from ..reference import prompt_ids, random_text, reference, spoken
 from .answers import LONG, SHORT
-from .harness import NOTICED_S, FaultyCluster, assert_honest, assert_recovered, assert_sound, before, kill
+from .harness import FaultyCluster, assert_honest, assert_recovered, assert_sound, before, kill
 from .test_deaths import LOST
 
 TOKEN_BYTES = 2048
@@ -80,9 +80,8 @@ def test_a_cache_that_rank_1_has_not_kept(whole: FaultyCluster) -> None:
         whole,
         was,
         {Code.FORWARD_FAILED, Code.DESYNC},
+        "a cache that rank 1 has not kept",
         since=at,
-        detected_within_s=NOTICED_S,
-        case="a cache that rank 1 has not kept",
         answers=((second, expected),),
     )
 
@@ -101,9 +100,8 @@ def test_a_cache_of_which_rank_1_has_kept_less(whole: FaultyCluster) -> None:
         whole,
         was,
         {Code.DESYNC},
+        "a cache of which rank 1 has kept less",
         since=at,
-        detected_within_s=NOTICED_S,
-        case="a cache of which rank 1 has kept less",
         answers=((second, expected),),
     )
 
@@ -129,9 +127,8 @@ def test_a_cache_that_rank_1_is_told_to_drop_and_has_not(whole: FaultyCluster) -
         whole,
         was,
         {Code.FORWARD_FAILED, Code.DESYNC},
+        "an Evict of a cache that rank 1 has not kept",
         since=at,
-        detected_within_s=NOTICED_S,
-        case="an Evict of a cache that rank 1 has not kept",
         answers=tuple(answers),
     )
 
@@ -155,14 +152,7 @@ def test_rank_1_rolls_drafts_back_too_far(whole: FaultyCluster) -> None:
     was = before(whole)
     whole.order("misread_step", 1, at=3, how="positions")
     answer = whole.read(LONG)
-    assert_recovered(
-        whole,
-        was,
-        {Code.DESYNC},
-        detected_within_s=NOTICED_S,
-        case="drafts rolled back too far",
-        answers=((answer, expected),),
-    )
+    assert_recovered(whole, was, {Code.DESYNC}, "drafts rolled back too far", answers=((answer, expected),))
 
 
 MIXTURE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -195,9 +185,8 @@ def test_killed_at_any_time_with_everything_on(whole: FaultyCluster, seed: int) 
         whole,
         was,
         LOST,
+        f"kill -9 of rank {rank} at any time, everything on",
         since=at,
-        detected_within_s=NOTICED_S,
-        case=f"kill -9 of rank {rank} at any time, everything on",
         seed=seed,
         answers=answers,
     )

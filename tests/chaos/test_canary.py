@@ -59,9 +59,7 @@ def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
     """It is found without a request."""
     was = before(idler)
     idler.order("prove_otherwise", rank)
-    assert_recovered(
-        idler, was, {Code.PROOF_FAILED}, detected_within_s=NOTICED_S, case=f"canary, rank {rank}"
-    )
+    assert_recovered(idler, was, {Code.PROOF_FAILED}, f"canary, rank {rank}")
 
 
 def test_a_rank_that_crashes_in_the_first_sum_after_idling(idler: FaultyCluster) -> None:
@@ -69,9 +67,7 @@ def test_a_rank_that_crashes_in_the_first_sum_after_idling(idler: FaultyCluster)
     fault can be told."""
     was = before(idler)
     idler.order("crash", 1, on="proof")
-    end = assert_recovered(
-        idler, was, {Code.RANK_LOST}, detected_within_s=NOTICED_S, case="SIGSEGV after idling", likely="crash"
-    )
+    end = assert_recovered(idler, was, {Code.RANK_LOST}, "SIGSEGV after idling", likely="crash")
     assert re.search(r"rank 1 was ended by signal 11 in phase (idle|proving)", end.error.detail)
 
 
@@ -79,10 +75,4 @@ def test_a_rank_that_stands_still_in_a_proof_ends_the_epoch(idler: FaultyCluster
     was = before(idler)
     idler.tighten(proof_s=1.0 * SLOWNESS)
     idler.order("hold", 1, on="proof", seconds=60 * SLOWNESS)
-    assert_recovered(
-        idler,
-        was,
-        {Code.RANK_STALLED},
-        detected_within_s=2.0 * SLOWNESS + NOTICED_S,
-        case="stuck in a proof",
-    )
+    assert_recovered(idler, was, {Code.RANK_STALLED}, "stuck in a proof", within_s=2.0 * SLOWNESS + NOTICED_S)

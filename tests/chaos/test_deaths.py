@@ -16,7 +16,6 @@ from ..live_cluster import SLOWNESS, until
 from .answers import LONG, SHORT
 from .harness import (
     FAULT_LIMITS,
-    NOTICED_S,
     SILENCE_S,
     STALL_S,
     FaultyCluster,
@@ -47,9 +46,7 @@ def test_killed_while_idle(cluster: FaultyCluster, rank: int) -> None:
     was = before(cluster)
     at = kill(was.pids[rank])
     case = f"kill -9 of rank {rank}, idle"
-    end = assert_recovered(
-        cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case, likely=KILLED
-    )
+    end = assert_recovered(cluster, was, LOST, case, since=at, likely=KILLED)
     assert f"rank {rank} was ended by signal 9" in end.error.detail
     assert cluster.postmortem(was.epoch).cause.rank == rank
 
@@ -81,14 +78,7 @@ def test_killed_while_working(cluster: FaultyCluster, phase: str, rank: int) -> 
         at = kill(was.pids[rank])
         answers = ((first(), expected[LONG]), (second(), expected[SHORT]))
     assert_recovered(
-        cluster,
-        was,
-        LOST,
-        since=at,
-        detected_within_s=NOTICED_S,
-        case=f"kill -9 of rank {rank} in {phase}",
-        answers=answers,
-        likely=KILLED,
+        cluster, was, LOST, f"kill -9 of rank {rank} in {phase}", since=at, answers=answers, likely=KILLED
     )
     found = cluster.postmortem(was.epoch)
     assert found.cause.rank == rank
@@ -117,14 +107,7 @@ def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
         at = kill(was.pids[rank])
         answers = tuple((client(), expected) for client in (a, b, c, d))
     assert_recovered(
-        cluster,
-        was,
-        LOST,
-        since=at,
-        detected_within_s=NOTICED_S,
-        case=f"kill -9 of rank {rank} at any time",
-        seed=seed,
-        answers=answers,
+        cluster, was, LOST, f"kill -9 of rank {rank} at any time", since=at, seed=seed, answers=answers
     )
     assert not any(record.deaf for record in cluster.postmortem(was.epoch).ranks), "others end by themselves"
 
@@ -142,9 +125,7 @@ def test_killed_on_the_way_up(cluster: FaultyCluster, place: str, victim: int) -
     pids = [process.pid for process in until(lambda: cluster.rank_processes(2), "two ranks")]
     at = kill(pids[victim])
     case = f"kill -9 of rank {victim}, {place}"
-    end = assert_recovered(
-        cluster, was, LOST, since=at, detected_within_s=NOTICED_S, epochs=2, case=case, likely=KILLED
-    )
+    end = assert_recovered(cluster, was, LOST, case, since=at, epochs=2, likely=KILLED)
     assert f"rank {victim} was ended by signal 9" in end.error.detail
     assert not [pid for pid in pids if alive(pid)]
 
@@ -171,11 +152,11 @@ def test_stopped_for_ever(cluster: FaultyCluster, rank: int) -> None:
         cluster,
         was,
         LOST,
+        f"SIGSTOP of rank {rank} of {len(was.pids)}",
         since=at,
-        detected_within_s=SILENCE_S,
-        case=f"SIGSTOP of rank {rank} of {len(was.pids)}",
         answers=answers,
         likely="wedged",
+        within_s=SILENCE_S,
     )
     assert cluster.postmortem(was.epoch).cause.rank == rank
     assert f"rank {rank} has been silent" in end.error.detail
@@ -211,9 +192,7 @@ def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
     answer = cluster.read(LONG)
     answers = ((answer, expected),)
     case = f"rank {rank} holds the GIL"
-    assert_recovered(
-        cluster, was, LOST, detected_within_s=SILENCE_S, case=case, answers=answers, likely="wedged"
-    )
+    assert_recovered(cluster, was, LOST, case, answers=answers, likely="wedged", within_s=SILENCE_S)
     assert cluster.postmortem(was.epoch).cause.rank == rank
 
 
@@ -230,7 +209,7 @@ def test_ended_from_outside(cluster: FaultyCluster, number: signal.Signals) -> N
     at = kill(was.pids[1], number)
     case = f"{number.name} of rank 1"
     likely = "" if number is signal.SIGTERM else "crash"
-    assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case, likely=likely)
+    assert_recovered(cluster, was, LOST, case, since=at, likely=likely)
     found = cluster.postmortem(was.epoch)
     if number is signal.SIGTERM:
         # The agent may hear of the end from rank 0 first. It asks rank 1 to end, too, and cannot tell.
@@ -249,13 +228,7 @@ def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     answers = ((answer, cluster.right(LONG)),)
     codes = {Code.RANK_STALLED}
     assert_recovered(
-        cluster,
-        was,
-        codes,
-        detected_within_s=STALL_S,
-        case="stuck in prefill",
-        answers=answers,
-        likely="stuck",
+        cluster, was, codes, "stuck in prefill", answers=answers, likely="stuck", within_s=STALL_S
     )
     assert cluster.postmortem(was.epoch).cause.rank == 1
 
@@ -271,14 +244,7 @@ def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> N
     assert ends.keys() == {0, 1}
     assert ends[0]["launched"] == ends[1]["launched"]
     assert max(end["active"] for end in ends.values()) < 1000, "bytes; the weights are megabytes"
-    assert_recovered(
-        cluster,
-        was,
-        {Code.DESYNC},
-        detected_within_s=NOTICED_S,
-        case="ranks disagree",
-        answers=((answer, expected),),
-    )
+    assert_recovered(cluster, was, {Code.DESYNC}, "ranks disagree", answers=((answer, expected),))
 
 
 @chaos

@@ -11,7 +11,6 @@ from mlxtp.errors import Code
 from ..live_cluster import until
 from .answers import LONG, SHORT
 from .harness import (
-    NOTICED_S,
     STALL_S,
     Fault,
     FaultyCluster,
@@ -117,12 +116,5 @@ def test_a_prompt_before_the_model_is_loaded(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("wrong_frame", 0, epoch=was.epoch + 1, on="LoadShard", how="prompt first")
     kill(was.pids[1])
-    end = assert_recovered(
-        cluster,
-        was,
-        {Code.OUT_OF_ORDER},
-        epochs=2,
-        detected_within_s=NOTICED_S,
-        case="a prompt before load",
-    )
+    end = assert_recovered(cluster, was, {Code.OUT_OF_ORDER}, "a prompt before load", epochs=2)
     assert "Forward in state" in end.error.detail

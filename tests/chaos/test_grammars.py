@@ -13,7 +13,7 @@ from mlxtp.engine.grammar import DEADLINE_S
 
 from ..live_cluster import SLOWNESS, until
 from .answers import SHORT
-from .harness import NOTICED_S, FaultyCluster, alive, assert_recovered, assert_sound, before, kill
+from .harness import FaultyCluster, alive, assert_recovered, assert_sound, before, kill
 from .test_deaths import LOST
 
 SLOW = {"type": "integer", "multipleOf": 999983}
@@ -76,7 +76,7 @@ def test_rank_0_is_killed_while_a_grammar_is_compiled(cluster: FaultyCluster) ->
     at = kill(was.pids[0])
     refused = guided.response()
     assert (refused.status_code, "cannot be used" in refused.text) == (400, True), refused.text
-    assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case="killed in a compile")
+    assert_recovered(cluster, was, LOST, "killed in a compile", since=at)
     until(lambda: not alive(pid), "the helper is gone", DEADLINE_S + 10 * SLOWNESS)
 
 

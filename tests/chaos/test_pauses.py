@@ -77,8 +77,7 @@ def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) 
         cluster,
         was,
         LOST,
-        detected_within_s=NOTICED_S,
-        case=f"rank {rank} dies in a random step",
+        f"rank {rank} dies in a random step",
         seed=seed,
         answers=tuple((answer, expected.text) for answer, expected in pairs),
     )
@@ -95,14 +94,7 @@ def test_a_pause_is_filled_with_empty_chunks(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("die", 1, on="decode", at=30)
     answer = cluster.read(LONG)
-    end = assert_recovered(
-        cluster,
-        was,
-        LOST,
-        detected_within_s=NOTICED_S,
-        case="killed under one stream",
-        answers=((answer, expected),),
-    )
+    end = assert_recovered(cluster, was, LOST, "killed under one stream", answers=((answer, expected),))
     assert [at for at in answer.idle if end.at < at < cluster.ready_at(cluster.epoch)]
 
 
@@ -119,12 +111,7 @@ def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: in
     cluster.later.extend(orders[1:])
     answer = cluster.read(COUNT)
     counted = assert_recovered_each_time(
-        cluster,
-        was,
-        detected_within_s=NOTICED_S,
-        case=f"{failures} failures during one answer",
-        seed=seed,
-        answers=((answer, expected),),
+        cluster, was, f"{failures} failures during one answer", seed=seed, answers=((answer, expected),)
     )
     assert counted == failures
 
@@ -146,11 +133,7 @@ def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster,
     assert poisonous.code == Code.REQUEST_FATAL
     assert_honest(poisonous, "")
     failures = assert_recovered_each_time(
-        cluster,
-        was,
-        detected_within_s=NOTICED_S,
-        case="a request that kills",
-        answers=tuple((answer, expected) for answer in innocent),
+        cluster, was, "a request that kills", answers=tuple((answer, expected) for answer in innocent)
     )
     assert 2 <= failures <= 4
 

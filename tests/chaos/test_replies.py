@@ -89,9 +89,9 @@ def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyClust
         cluster,
         was,
         {Code.RANK_STALLED},
-        detected_within_s=STALL_S,
-        case="stuck in a step",
+        "stuck in a step",
         answers=((answer, cluster.right(LONG)),),
+        within_s=STALL_S,
     )
     assert "rank 0 is behind" not in end.error.detail
 
@@ -126,7 +126,7 @@ def test_a_reply_on_the_way_up(cluster: FaultyCluster, on: str, how: str, codes:
     cluster.order("wrong_frame", 1, epoch=was.epoch + 1, on=on, how=how)
     kill(was.pids[1])
     within_s = cluster.settings.limits.form_s + NOTICED_S
-    assert_recovered(cluster, was, codes, epochs=2, detected_within_s=within_s, case=f"{on} {how}")
+    assert_recovered(cluster, was, codes, f"{on} {how}", epochs=2, within_s=within_s)
 
 
 @chaos
@@ -136,7 +136,6 @@ def test_a_reply_to_load_that_never_comes(tmp_path: Path) -> None:
     with FaultyCluster(tmp_path, limits=limits, orders=orders, wait=False) as cluster:
         until(lambda: cluster.book.notes("fault"), "loaded, and not said")
         end = cluster.wait_end(1, limits.load_stall_s + 3 * SLOWNESS)
-        assert end.error is not None
         assert end.error.code in (Code.LINK_TIMEOUT, Code.RANK_STALLED)
 
 
@@ -163,11 +162,9 @@ def test_no_memory_for_a_load(cluster: FaultyCluster, rank: int, words: str) -> 
         cluster,
         was,
         {Code.OUT_OF_MEMORY},
+        f"no memory for a load on rank {rank} of {len(was.pids)}",
         epochs=2,
-        detected_within_s=NOTICED_S,
-        case=f"no memory for a load on rank {rank} of {len(was.pids)}",
         answers=((answer, expected),),
         likely="out of memory",
     )
-    assert end.error is not None
     assert end.error.detail.startswith(words)

@@ -43,9 +43,9 @@ def test_a_stranger_at_the_ring_port(cluster: FaultyCluster, how: str) -> None:
         cluster,
         was,
         {Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT},
+        f"{how} stranger at the ring port",
         epochs=2,
-        detected_within_s=2 * form_s + NOTICED_S,
-        case=f"{how} stranger at the ring port",
+        within_s=2 * form_s + NOTICED_S,
     )
 
 

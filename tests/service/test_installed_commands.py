@@ -474,7 +474,6 @@ def test_its_log_is_followed_into_the_next_file(tmp_path: Path) -> None:
     log.write_text("one\ntwo\nthree\n")
     with subprocess.Popen([*command, "-f"], env=environment, stdout=subprocess.PIPE, text=True) as following:
         try:
-            assert following.stdout is not None
             assert [following.stdout.readline() for _ in range(2)] == ["two\n", "three\n"]
             log.rename(tmp_path / "log.1")
             log.write_text("four\n")

@@ -410,7 +410,6 @@ class Run:
 
     def go(self, progress: Progress, task: TaskID) -> None:
         cluster, soak = self.cluster, self.soak
-        assert cluster.stays.process is not None
         stays = cluster.stays.process.pid
         progress.update(task, text="the right answers, while nothing fails")
         expected = without_faults(cluster.url(cluster.stays), questions(self.chance, cluster.shape.replicas))
@@ -481,7 +480,6 @@ class Run:
             for number, pid in enumerate(rank_processes(agent.home)):
                 self._watched[pid] = Watched(f"rank or spare {number} of {agent.name}")
         for agent in self.cluster.others:
-            assert agent.process is not None
             self._watched[agent.process.pid] = Watched(f"agent {agent.name}")
         self._rest(end - self.now)
         for pid in [pid for pid, process in self._watched.items() if process.idle is None]:

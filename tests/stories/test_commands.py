@@ -256,10 +256,8 @@ def test_a_terminal_without_utf_8_and_a_reader_that_leaves(tmp_path: Path) -> No
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )
-    assert process.stdout is not None
     assert b"1 rank" in process.stdout.readline()
     process.stdout.close()
-    assert process.stderr is not None
     complaints = process.stderr.read()
     assert process.wait(START_S) == 1
     assert b"Traceback" not in complaints
@@ -277,7 +275,6 @@ def node(home: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         stdin=subprocess.DEVNULL,
     )
     try:
-        assert process.stderr is not None
         for line in process.stderr:
             if "ready" in line:
                 break
@@ -424,11 +421,9 @@ def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> Non
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    assert process.stderr is not None
     lines: list[dict[str, Any]] = []
 
     def read_until(found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        assert process.stderr is not None
         for text in process.stderr:
             lines.append(json.loads(text))
             if found(lines[-1]):

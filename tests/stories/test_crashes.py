@@ -31,7 +31,6 @@ def killed(home: Path, after_s: float) -> int:
     """The last round that the writer said to be over, when it was killed so long after its first one."""
     command = [sys.executable, "-m", "tests.crash_writer", str(home)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         first = process.stdout.readline()
         time.sleep(after_s)
         process.kill()

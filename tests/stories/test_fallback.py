@@ -22,7 +22,7 @@ from mlxtp.placement import formation
 from mlxtp.wire.messages import Generate
 
 from ..gateway.test_gateway import everything
-from ..groups.scenes import sees
+from ..groups.scenes import in_a_loop, sees
 from ..groups.two_agents import owner, two_agents
 from ..live_cluster import LIMITS, SLOWNESS, START_S
 from .test_jaccl_agents import DEVICES, pretending, say
@@ -79,7 +79,8 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
         pytest.param({"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos),
     ],
 )
-def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
+@in_a_loop(seconds=2 * START_S)
+async def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,25 +90,17 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
     os.mkfifo(tmp_path / "gate")
     limits = replace(LIMITS, form_s=10 * SLOWNESS) if "fault" in broken else LIMITS
-
-    async def story() -> None:
-        worker = pretending(tmp_path, {"whole": True}, BROKEN | broken)
-        async with (
-            asyncio.timeout(START_S),
-            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES, limits=limits) as (first, second),
-        ):
-            await first.wait_ready()
-            await second.wait_ready()
-            owned = owner(first, second)
-            group = owned.supervisor.status.group
-            assert group is not None
-            assert (group.backend, group.world_size) == ("ring", 2)
-            assert await say(first) == await say(second)
-            [machines] = [each.parts.machines for each in (first, second) if each.parts.groups.shown is owned]
-            [line] = machines.left_out_lines()
-            assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
-
-    asyncio.run(story())
+    worker = pretending(tmp_path, {"whole": True}, BROKEN | broken)
+    async with two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES, limits=limits) as (first, second):
+        await first.wait_ready()
+        await second.wait_ready()
+        owned = owner(first, second)
+        group = owned.supervisor.status.group
+        assert (group.backend, group.world_size) == ("ring", 2)
+        assert await say(first) == await say(second)
+        [machines] = [each.parts.machines for each in (first, second) if each.parts.groups.shown is owned]
+        [line] = machines.left_out_lines()
+        assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
     [line] = lines(caplog, "it is left out for ")
     assert line.startswith("JACCL mesh of 2 on ")
     assert " did not form: " in line
@@ -115,44 +108,37 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
 
 
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.chaos)])
-def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
+@in_a_loop(seconds=2 * START_S)
+async def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, everywhere: bool
 ) -> None:
     """The ring answers it, and JACCL is left out; or it ends the ring, too, and then JACCL is used again."""
     script = {"whole": True, "crash_tokens": 100, "everywhere": everywhere}
     long = Generate(0, tuple(range(5, 205)), 4, ignore_eos=True)
-
-    async def story() -> None:
-        worker = pretending(tmp_path, script, script)
-        async with (
-            asyncio.timeout(2 * START_S),
-            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
-        ):
-            await first.wait_ready()
-            await second.wait_ready()
-            owned = owner(first, second)
-            status, before = owned.supervisor.status, await say(first)
-            [here, there] = sorted((first, second), key=lambda each: each.parts.groups.shown is not owned)
-            assert status.group is not None
-            assert status.group.backend == "jaccl"
-            asked = asyncio.ensure_future(everything(there.parts.gateway.generate(long)))
-            if everywhere:
-                with pytest.raises(MlxtpError, match="failed twice under this request") as ended:
-                    await asked
-                assert ended.value.code is Code.REQUEST_FATAL
-            else:
+    worker = pretending(tmp_path, script, script)
+    async with two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second):
+        await first.wait_ready()
+        await second.wait_ready()
+        owned = owner(first, second)
+        status, before = owned.supervisor.status, await say(first)
+        [here, there] = sorted((first, second), key=lambda each: each.parts.groups.shown is not owned)
+        assert status.group.backend == "jaccl"
+        asked = asyncio.ensure_future(everything(there.parts.gateway.generate(long)))
+        if everywhere:
+            with pytest.raises(MlxtpError, match="failed twice under this request") as ended:
                 await asked
-            await here.wait_ready()
-            await there.wait_ready()
-            assert await say(here) == await say(there) == before
-            assert status.group.backend == ("jaccl" if everywhere else "ring")
-            lines_out = here.parts.machines.left_out_lines()
-            assert len(lines_out) == (not everywhere)
-            assert all("in phase prefill. Cause: JACCL crashed at work" in each for each in lines_out)
-            assert ServingState.FAILED not in {status.state, there.parts.groups.shown.supervisor.status.state}
-            assert len(owned.supervisor._policy.failures) == everywhere
-
-    asyncio.run(story())
+            assert ended.value.code is Code.REQUEST_FATAL
+        else:
+            await asked
+        await here.wait_ready()
+        await there.wait_ready()
+        assert await say(here) == await say(there) == before
+        assert status.group.backend == ("jaccl" if everywhere else "ring")
+        lines_out = here.parts.machines.left_out_lines()
+        assert len(lines_out) == (not everywhere)
+        assert all("in phase prefill. Cause: JACCL crashed at work" in each for each in lines_out)
+        assert ServingState.FAILED not in {status.state, there.parts.groups.shown.supervisor.status.state}
+        assert len(owned.supervisor._policy.failures) == everywhere
     [line] = lines(caplog, "it is left out for ")
     assert " formed, and failed while it served: " in line
     assert line.count("Cause: ") == 1
@@ -160,27 +146,23 @@ def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
 
 
 @pytest.mark.chaos
-def test_a_newcomer_with_a_bad_device_joins_over_the_ring(
+@in_a_loop(seconds=2 * START_S)
+async def test_a_newcomer_with_a_bad_device_joins_over_the_ring(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that the move meets are answered all the same."""
     monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
     worker = pretending(tmp_path, {"whole": True}, BROKEN)
-
-    async def story() -> None:
-        async with joined(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second, client):
-            await serve_together(first, second)
-            group = first.parts.groups.shown.supervisor.status.group
-            assert group is not None
-            assert (group.backend, group.world_size) == ("ring", 2)
-            assert ServingState.FAILED not in client.states
-            assert len(set(client.answers)) == 1
-            assert owner(first, second) is first.parts.groups.shown
-            ((failed, left_s),) = first.parts.machines.left_out()
-            assert "errno 22" in failed.reason
-            assert left_s > 0
-
-    asyncio.run(story())
+    async with joined(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second, client):
+        await serve_together(first, second)
+        group = first.parts.groups.shown.supervisor.status.group
+        assert (group.backend, group.world_size) == ("ring", 2)
+        assert ServingState.FAILED not in client.states
+        assert len(set(client.answers)) == 1
+        assert owner(first, second) is first.parts.groups.shown
+        ((failed, left_s),) = first.parts.machines.left_out()
+        assert "errno 22" in failed.reason
+        assert left_s > 0
     [line] = lines(caplog, "it is left out for ")
     assert "Changing queue pair" in line
 
@@ -200,10 +182,7 @@ async def joined(
         clients[0].pause_s = 0.2
         asking.append(asyncio.ensure_future(clients[0].run()))
 
-    async with (
-        asyncio.timeout(2 * START_S),
-        two_agents(tmp_path, worker, meanwhile=alone, **chosen) as (first, second),
-    ):
+    async with two_agents(tmp_path, worker, meanwhile=alone, **chosen) as (first, second):
         try:
             yield first, second, clients[0]
         finally:
@@ -222,46 +201,41 @@ async def serve_together(first: Agent, second: Agent) -> None:
     await second.wait_ready()
 
 
-def test_a_group_that_is_to_have_all_macs_takes_a_newcomer_along_once_it_is_idle(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with joined(tmp_path) as (first, second, client):
-            await serve_together(first, second)
-            assert ServingState.FAILED not in client.states
-            assert len(set(client.answers)) == 1
-            assert owner(first, second) is first.parts.groups.shown
-
-    asyncio.run(story())
+@in_a_loop(seconds=2 * START_S)
+async def test_a_group_that_is_to_have_all_macs_takes_a_newcomer_along_once_it_is_idle(
+    tmp_path: Path,
+) -> None:
+    async with joined(tmp_path) as (first, second, client):
+        await serve_together(first, second)
+        assert ServingState.FAILED not in client.states
+        assert len(set(client.answers)) == 1
+        assert owner(first, second) is first.parts.groups.shown
 
 
 @pytest.mark.chaos
-def test_a_newcomer_that_coordinates_leaves_a_group_to_its_owner(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with joined(tmp_path) as (first, second, client):
-            leadership = second.parts.node.leadership
-            await sees(lambda: leadership.claim == first.parts.node.leadership.claim)
-            leadership._follow(leadership._next_claim(second.parts.node.node_id), time.monotonic())
-            second.parts.node.gossip.beat()
-            await serve_together(first, second)
-            assert leadership.leading
-            assert owner(first, second) is first.parts.groups.shown
-            assert len(set(client.answers)) == 1
-
-    asyncio.run(story())
+@in_a_loop(seconds=2 * START_S)
+async def test_a_newcomer_that_coordinates_leaves_a_group_to_its_owner(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (first, second, client):
+        leadership = second.parts.node.leadership
+        await sees(lambda: leadership.claim == first.parts.node.leadership.claim)
+        leadership._follow(leadership._next_claim(second.parts.node.node_id), time.monotonic())
+        second.parts.node.gossip.beat()
+        await serve_together(first, second)
+        assert leadership.leading
+        assert owner(first, second) is first.parts.groups.shown
+        assert len(set(client.answers)) == 1
 
 
-def test_a_newcomer_that_cannot_load_the_model_is_left_out(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
-            await sees(first.parts.machines.left_out)
-            ((failed, _),) = first.parts.machines.left_out()
-            assert failed.reason.startswith("it formed, and failed then: ")
-            assert "model.safetensors ends too early" in failed.reason
-            await first.wait_ready()
-            await second.wait_ready()
-            group = first.parts.groups.shown.supervisor.status.group
-            assert group is not None
-            assert group.world_size == 1
-            assert await say(second) == await say(first) == client.answers[0]
-            assert ServingState.FAILED not in client.states
-
-    asyncio.run(story())
+@in_a_loop(seconds=2 * START_S)
+async def test_a_newcomer_that_cannot_load_the_model_is_left_out(tmp_path: Path) -> None:
+    async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
+        await sees(first.parts.machines.left_out)
+        ((failed, _),) = first.parts.machines.left_out()
+        assert failed.reason.startswith("it formed, and failed then: ")
+        assert "model.safetensors ends too early" in failed.reason
+        await first.wait_ready()
+        await second.wait_ready()
+        group = first.parts.groups.shown.supervisor.status.group
+        assert group.world_size == 1
+        assert await say(second) == await say(first) == client.answers[0]
+        assert ServingState.FAILED not in client.states

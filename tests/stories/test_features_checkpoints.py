@@ -145,7 +145,6 @@ def test_little_room_changes_no_answer(cluster: Cluster, folder: Path) -> None:
     stem = new_tokens(random, 80)
     prompts = [(*stem, *new_tokens(random, 40)) for _ in range(5)]
     loaded = cluster.supervisor.kv.loaded
-    assert loaded is not None
     cluster.load(folder, kv_bytes=ROOM * loaded.kv_bytes // loaded.kv_room)
     wanted = [
         Generate(0, prompt, 24, DRAWN if i % 2 else Sampling(), places=(80, 115), ignore_eos=True)

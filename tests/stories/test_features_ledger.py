@@ -177,7 +177,6 @@ def test_what_rank_1_does_differently_is_found_before_a_token_leaves_and_the_ans
     finally:
         (orders / fault).unlink()
     reason = erring.supervisor.status.reason
-    assert reason is not None
     assert reason.code is Code.DESYNC
     assert request.finish()[0] == right
     assert erring.epoch == epoch + 1

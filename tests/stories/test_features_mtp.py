@@ -152,6 +152,5 @@ def test_another_proposal_of_rank_1_is_found_before_a_token_leaves(folder: Path,
         finally:
             (orders / "another proposal").unlink()
         reason = cluster.supervisor.status.reason
-        assert reason is not None
         assert reason.code is Code.DESYNC
         assert request.finish()[0] == right

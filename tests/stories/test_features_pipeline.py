@@ -173,7 +173,6 @@ def assert_found(cluster: Cluster, folder: Path, order: Path) -> None:
     order.touch()
     until(lambda: cluster.supervisor.status.state is not ServingState.READY, "it was found")
     reason = cluster.supervisor.status.reason
-    assert reason is not None
     assert reason.code is Code.DESYNC
     assert [request.finish()[0] for request in requests] == right
     assert cluster.epoch == epoch + 1
@@ -222,7 +221,6 @@ def test_a_stage_without_memory_refuses_the_load_and_the_next_one_works(
     erring: Cluster, orders: Path, folders: dict[str, Path]
 ) -> None:
     ranks = erring.supervisor.status.ranks
-    assert ranks is not None
     epoch = erring.epoch
     erring.unload()
     (orders / "no memory").touch()

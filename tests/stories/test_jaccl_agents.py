@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,9 @@ from mlxtp.groups.boot_record import load
 from mlxtp.groups.health import ServingState
 from mlxtp.wire.messages import Generate
 
-from ..groups.scenes import sees
+from ..groups.scenes import in_a_loop, sees
 from ..groups.two_agents import owner, two_agents
-from ..live_cluster import START_S, WAIT_S
+from ..live_cluster import START_S
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
@@ -43,24 +42,18 @@ async def say(agent: Agent) -> tuple[int, ...]:
     return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
 
 
-def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
-    async def story() -> None:
-        worker = pretending(tmp_path, {"whole": True}, {"whole": True})
-        async with (
-            asyncio.timeout(START_S),
-            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
-        ):
-            await first.wait_ready()
-            await second.wait_ready()
-            group = owner(first, second).supervisor.status.group
-            assert group is not None
-            assert (group.backend, group.world_size) == ("jaccl", 2)
-            assert group.rdma[0] == group.rdma[3] == ""
-            assert {*group.rdma[1:3]} == {"rdma_en4", "rdma_en5"}
-            assert await say(first) == await say(second)
-            assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}]
-
-    asyncio.run(story())
+@in_a_loop(seconds=START_S)
+async def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
+    worker = pretending(tmp_path, {"whole": True}, {"whole": True})
+    async with two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second):
+        await first.wait_ready()
+        await second.wait_ready()
+        group = owner(first, second).supervisor.status.group
+        assert (group.backend, group.world_size) == ("jaccl", 2)
+        assert group.rdma[0] == group.rdma[3] == ""
+        assert {*group.rdma[1:3]} == {"rdma_en4", "rdma_en5"}
+        assert await say(first) == await say(second)
+        assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}]
     assert formed(tmp_path) == [{}, {}], "every rank has given back"
     assert [(tmp_path / f"left-{rank}").read_text() for rank in range(2)] == ["0", "0"], (
         "no layer, graph or cache holds the group"
@@ -74,48 +67,34 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
         pytest.param({"whole": True, "fault": "die", "at": 2}, "rank 1", marks=pytest.mark.chaos),
     ],
 )
-def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
+@in_a_loop(seconds=START_S)
+async def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
     tmp_path: Path, script: dict[str, Any], words: str
 ) -> None:
     """The rank that waits for the other's bytes learns it at once, and both agents say the same reason."""
-
-    async def story() -> None:
-        worker = pretending(tmp_path, {"whole": True}, script)
-        async with (
-            asyncio.timeout(WAIT_S),
-            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
-        ):
-            await sees(lambda: any(each.parts.groups.shown.scope.owned for each in (first, second)))
-            status = owner(first, second).supervisor.status
-            await sees(lambda: status.state is ServingState.RESTARTING)
-            reason = status.reason
-            assert reason is not None
-            assert words in reason.detail
-            # Only a rank that was killed has given nothing back. The next epoch, which counts, is to come.
-            await sees(lambda: sum(map(bool, formed(tmp_path))) == (script["fault"] == "die"))
-
-    asyncio.run(story())
+    worker = pretending(tmp_path, {"whole": True}, script)
+    async with two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second):
+        await sees(lambda: any(each.parts.groups.shown.scope.owned for each in (first, second)))
+        status = owner(first, second).supervisor.status
+        await sees(lambda: status.state is ServingState.RESTARTING)
+        reason = status.reason
+        assert words in reason.detail
+        # Only a rank that was killed has given nothing back. The next epoch, which counts, is to come.
+        await sees(lambda: sum(map(bool, formed(tmp_path))) == (script["fault"] == "die"))
 
 
 @pytest.mark.chaos
-def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
+@in_a_loop(seconds=START_S)
+async def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The devices are named by hand, so JACCL is tried; MLX on Linux has none."""
-
-    async def story() -> None:
-        worker = (sys.executable, "-m", "mlxtp.engine.worker")
-        async with (
-            asyncio.timeout(START_S),
-            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
-        ):
-            await first.wait_ready()
-            await second.wait_ready()
-            group = owner(first, second).supervisor.status.group
-            assert group is not None
-            assert (group.backend, group.world_size) == ("ring", 2)
-            assert await say(first) == await say(second)
-
-    asyncio.run(story())
+    worker = (sys.executable, "-m", "mlxtp.engine.worker")
+    async with two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second):
+        await first.wait_ready()
+        await second.wait_ready()
+        group = owner(first, second).supervisor.status.group
+        assert (group.backend, group.world_size) == ("ring", 2)
+        assert await say(first) == await say(second)
     assert "has no JACCL" in caplog.text
     assert "it is left out for" in caplog.text

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.groups.health import ServingState
 
 from ..engine.small_models import change_weights, write_model
-from ..groups.scenes import limited, sees
+from ..groups.scenes import in_a_loop, sees
 from ..groups.two_agents import two_agents
 from ..hub import COMMIT
 from ..live_cluster import START_S
@@ -104,14 +104,6 @@ async def two_clients(folder: Path, **settings: Any) -> AsyncIterator[tuple[Clie
             yield first, second
 
 
-def timed(story: Callable[[], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with limited(START_S * 3):
-            await story()
-
-    asyncio.run(whole())
-
-
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of the Hub that is complete in this Mac's cache."""
@@ -121,104 +113,92 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.group
-def test_each_is_answered_by_the_model_it_names_and_all_are_served_side_by_side(
+@in_a_loop(seconds=3 * START_S)
+async def test_each_is_answered_by_the_model_it_names_and_all_are_served_side_by_side(
     tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert right() != right(other)
     monkeypatch.setattr(generation, "ACCEPT_S", 0.1)
     folder = shutil.copytree(other, tmp_path / "folder")
+    async with two_clients(tmp_path) as (first, second):
+        begun = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            long = group.create_task(second.stream("tiny", 200, begun))
+            await begun.wait()
+            wanted = group.create_task(first.stream(OTHER))
+            elsewhere = group.create_task(second.answer(OTHER))
+            unnamed = await first.ask("org/unknown")
+        assert unnamed.status_code == 404
+        said, ends = long.result()
+        assert (said, ends[-1]) == (right(tokens=200), "data: [DONE]")
+        assert wanted.result()[0] == right(other)
+        assert elsewhere.result() == (OTHER, right(other))
 
-    async def story() -> None:
-        async with two_clients(tmp_path) as (first, second):
-            begun = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                long = group.create_task(second.stream("tiny", 200, begun))
-                await begun.wait()
-                wanted = group.create_task(first.stream(OTHER))
-                elsewhere = group.create_task(second.answer(OTHER))
-                unnamed = await first.ask("org/unknown")
-            assert unnamed.status_code == 404
-            said, ends = long.result()
-            assert (said, ends[-1]) == (right(tokens=200), "data: [DONE]")
-            assert wanted.result()[0] == right(other)
-            assert elsewhere.result() == (OTHER, right(other))
-
-            clients = [(client, model) for model in ("tiny", OTHER) for client in (first, second)]
-            answers = await asyncio.gather(*(client.answer(model) for client, model in clients))
-            assert answers == [(model, right(other if model == OTHER else None)) for _, model in clients]
-            assert await second.answer(str(folder)) == ("folder", right(other))
-            while set(await first.models()) != {"tiny", OTHER, "folder"}:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-
-    timed(story)
+        clients = [(client, model) for model in ("tiny", OTHER) for client in (first, second)]
+        answers = await asyncio.gather(*(client.answer(model) for client, model in clients))
+        assert answers == [(model, right(other if model == OTHER else None)) for _, model in clients]
+        assert await second.answer(str(folder)) == ("folder", right(other))
+        while set(await first.models()) != {"tiny", OTHER, "folder"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.group
-def test_one_that_cannot_be_loaded_ends_and_one_that_is_kept_for_no_time_ends_after_its_answer(
+@in_a_loop(seconds=3 * START_S)
+async def test_one_that_cannot_be_loaded_ends_and_one_that_is_kept_for_no_time_ends_after_its_answer(
     tmp_path: Path, other: Path
 ) -> None:
     broken = shutil.copytree(other, tmp_path / "broken")
     change_weights(broken, model__layers__1__mlp__up_proj__weight=None)
+    async with two_clients(tmp_path) as (first, second):
+        plain, (said, told) = await asyncio.gather(second.ask(str(broken)), first.stream(str(broken)))
+        assert plain.status_code == 400, plain.text
+        error = plain.json()["error"]
+        assert error["code"] == "model_invalid"
+        assert "could not be loaded" in error["message"]
+        assert "up_proj" in error["message"]
+        assert said == ""
+        assert "could not be loaded" in told[-1]
+        for client in (first, second):
+            parts = client.agent.parts
 
-    async def story() -> None:
-        async with two_clients(tmp_path) as (first, second):
-            plain, (said, told) = await asyncio.gather(second.ask(str(broken)), first.stream(str(broken)))
-            assert plain.status_code == 400, plain.text
-            error = plain.json()["error"]
-            assert error["code"] == "model_invalid"
-            assert "could not be loaded" in error["message"]
-            assert "up_proj" in error["message"]
-            assert said == ""
-            assert "could not be loaded" in told[-1]
-            for client in (first, second):
-                parts = client.agent.parts
-                assert parts is not None
-                table = parts.node.replica
-                await sees(lambda table=table: [r.name for r in table.deployments.live()] == ["tiny"])
-                assert await client.answer("tiny") == ("tiny", right())
-            ollama = {"model": OTHER, "prompt": QUESTION, "keep_alive": 0, "stream": False, "raw": True}
-            answer = await first.http.post(f"{first.agent.url}/api/generate", json=ollama)
-            assert answer.status_code == 200, answer.text
-            await sees(lambda: [r.name for r in table.deployments.live()] == ["tiny"])
-
-    timed(story)
+            table = parts.node.replica
+            await sees(lambda table=table: [r.name for r in table.deployments.live()] == ["tiny"])
+            assert await client.answer("tiny") == ("tiny", right())
+        ollama = {"model": OTHER, "prompt": QUESTION, "keep_alive": 0, "stream": False, "raw": True}
+        answer = await first.http.post(f"{first.agent.url}/api/generate", json=ollama)
+        assert answer.status_code == 200, answer.text
+        await sees(lambda: [r.name for r in table.deployments.live()] == ["tiny"])
 
 
 LOOKED_FOR = "is still being looked for"
 
 
 @pytest.mark.group
-def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: Path) -> None:
+@in_a_loop(seconds=3 * START_S)
+async def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: Path) -> None:
     shutil.copytree(other, tmp_path / "models" / "house")
     folders = {"model_folders": (str(tmp_path / "models"),)}
-
-    async def story() -> None:
-        async with two_clients(tmp_path, founder=folders, nodes="auto") as (first, second):
-            assert first.agent.parts is not None
-            first.agent.parts.node.desired.serve(
-                "house", keep_s=PINNED, replace=True
-            )  # as `mlxtp serve house`
-            shown = second.agent.parts.groups
-            await sees(
-                lambda: (
-                    first.agent.parts.gateway.models()
-                    and shown.shown.scope.deployment == "house"
-                    and shown.shown.supervisor.status.state is ServingState.IDLE
-                )
+    async with two_clients(tmp_path, founder=folders, nodes="auto") as (first, second):
+        first.agent.parts.node.desired.serve("house", keep_s=PINNED, replace=True)  # as `mlxtp serve house`
+        shown = second.agent.parts.groups
+        await sees(
+            lambda: (
+                first.agent.parts.gateway.models()
+                and shown.shown.scope.deployment == "house"
+                and shown.shown.supervisor.status.state is ServingState.IDLE
             )
-            model, said = await first.answer("house")
-            assert (model, said) == ("house", right(other))
-            health = {"reason": LOOKED_FOR}
-            while LOOKED_FOR in health["reason"]:
-                health = (await second.http.get(f"{second.agent.url}/health")).json()
-            assert health["state"] == "idle"
-            assert "house" in health["reason"]
-            for name in ("house", "default"):
-                refused = await second.ask(name)
-                assert refused.status_code == 503, refused.text
-                assert health["reason"] in refused.json()["error"]["message"]
-            url = f"{second.agent.url}/v1/chat/completions"
-            stream = await second.http.post(url, json=body("house", TOKENS) | {"stream": True})
-            assert stream.status_code == 503, "nothing is streamed before"
-
-    timed(story)
+        )
+        model, said = await first.answer("house")
+        assert (model, said) == ("house", right(other))
+        health = {"reason": LOOKED_FOR}
+        while LOOKED_FOR in health["reason"]:
+            health = (await second.http.get(f"{second.agent.url}/health")).json()
+        assert health["state"] == "idle"
+        assert "house" in health["reason"]
+        for name in ("house", "default"):
+            refused = await second.ask(name)
+            assert refused.status_code == 503, refused.text
+            assert health["reason"] in refused.json()["error"]["message"]
+        url = f"{second.agent.url}/v1/chat/completions"
+        stream = await second.http.post(url, json=body("house", TOKENS) | {"stream": True})
+        assert stream.status_code == 503, "nothing is streamed before"

@@ -101,7 +101,6 @@ def assert_nothing_is_loaded(cluster: Cluster) -> None:
 
     def empty() -> bool:
         ranks = cluster.supervisor.status.ranks
-        assert ranks is not None
         return all(
             (pong.model, pong.stats.weight_bytes, pong.stats.kv_bytes) == ("", 0, 0)
             and pong.stats.memory_bytes - pong.stats.pool_bytes < EMPTY_BYTES
@@ -123,7 +122,6 @@ def assert_the_group_works(group: Group) -> None:
 def test_each_rank_loads_from_the_folder_of_its_own_mac(group: Group, small: Path, lacking: Path) -> None:
     cluster = group.cluster
     ranks = cluster.supervisor.status.ranks
-    assert ranks is not None
     elsewhere = small.with_name("elsewhere")
     shutil.copytree(small, elsewhere)
 
@@ -152,7 +150,6 @@ def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
     assert "rank 1: its copy of the model lacks a usable MTP head" in refusal(group, whole).detail
     cluster.load(broken)
     ranks = cluster.supervisor.status.ranks
-    assert ranks is not None
     until(lambda: all(pong.model for pong in ranks.watch.pongs.values()), "ranks with a model")
     assert not any(pong.stats.mtp for pong in ranks.watch.pongs.values())
 

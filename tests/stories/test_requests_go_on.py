@@ -64,9 +64,7 @@ class Pair:
             pid = supervisor.status.ranks.leader.pid
         else:
             [rank] = agent.parts.hosted._alive
-            assert rank.process is not None
             pid = rank.process.pid
-        assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
 
@@ -102,7 +100,6 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
         async with two_agents(tmp_path, parallel="pipeline") as (first, second):
             for agent in (first, second):
                 await agent.wait_ready()
-            assert first.parts is not None
             owned = first.parts.groups.shown.scope.owned
             pair = Pair(first, second) if owned else Pair(second, first)
             clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
@@ -113,7 +110,6 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
             for name in faults:
                 await interrupted(pair, FAULTS[name], clients, right, name)
             shown = pair.leader.parts.groups.shown.supervisor.status.group
-            assert shown is not None
             assert (shown.world_size, len(shown.split)) == (2, 2)
             await short_of_memory(pair)
 

@@ -27,14 +27,13 @@ from mlxtp.text import tokenizer
 from mlxtp.text.renderer import SandboxedRenderer
 from mlxtp.wire.messages import Generate
 
-from ..groups.scenes import run, sees, within
+from ..groups.scenes import in_a_loop, sees
 from ..live_cluster import LIMITS, START_S, rank_processes
 
 pytestmark = pytest.mark.slow
 
 
 def group_of(agent: Agent, deployment: str) -> Group:
-    assert agent.parts is not None
     (group,) = agent.parts.groups.replicas_of(deployment)
     return group
 
@@ -51,7 +50,6 @@ def renderers(folder: Path) -> list[int]:
 
 def pids(group: Group) -> list[int]:
     ranks = group.supervisor.status.ranks
-    assert ranks is not None
     return [each.pid for each in ranks.processes]
 
 
@@ -61,14 +59,14 @@ def memory_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def answers(agent: Agent, *models: str) -> None:
-    assert agent.parts is not None
     for model in models:
         stream = agent.parts.gateway.generate(Generate(0, (5, 6, 7) * 100, 4, ignore_eos=True), model=model)
         tokens = [event async for event in stream if isinstance(event, Tokens)]
         assert sum(len(event.tokens) for event in tokens) == 4
 
 
-def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
+@in_a_loop(seconds=2 * START_S)
+async def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both are on one Mac, so that the assignment bounds the KV caches of each."""
@@ -76,61 +74,55 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
     monkeypatch.setattr(overview, "CHECK_S", 0.1)
     monkeypatch.setattr(tokenizer, "SandboxedRenderer", SandboxedRenderer)  # shared with no other agent
     shutil.copytree(embedded_model_path(), other)
+    settings = Settings(
+        tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
+        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
+    )  # fmt: skip
+    async with running_agent(settings) as agent:
+        desired, gateway = agent.parts.node.desired, agent.parts.gateway
+        await sees(lambda: len(gateway.models()) == 1)
+        first = group_of(agent, "tiny")
+        before, alone, epoch = pids(first), first.supervisor.kv.tokens, first.supervisor.status.epoch
+        assert first.scope.assignment.kv_mib == 0
+        assert first.supervisor.kv.limit_bytes == 0
 
-    async def story() -> None:
-        settings = Settings(
-            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
-            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
-        )  # fmt: skip
-        async with running_agent(settings) as agent:
-            assert agent.parts is not None
-            desired, gateway = agent.parts.node.desired, agent.parts.gateway
-            await sees(lambda: len(gateway.models()) == 1)
-            first = group_of(agent, "tiny")
-            before, alone, epoch = pids(first), first.supervisor.kv.tokens, first.supervisor.status.epoch
-            assert first.scope.assignment.kv_mib == 0
-            assert first.supervisor.kv.limit_bytes == 0
+        desired.serve(str(other))
+        await sees(lambda: len(gateway.models()) == 2)
+        second = group_of(agent, "other")
+        for group in (first, second):
+            assert group.scope.assignment.kv_mib > 0
+            # The bound changes with the machine's free memory, and the group follows.
+            await sees(
+                lambda group=group: group.supervisor.kv.loaded.kv_bytes == group.scope.assignment.kv_mib * MIB
+            )
+        assert first.supervisor.kv.tokens < alone
+        await answers(agent, *(each.id for each in gateway.models()))
 
-            desired.serve(str(other))
-            await sees(lambda: len(gateway.models()) == 2)
-            second = group_of(agent, "other")
-            for group in (first, second):
-                assert group.scope.assignment.kv_mib > 0
-                # The bound changes with the machine's free memory, and the group follows.
-                await sees(
-                    lambda group=group: (
-                        group.supervisor.kv.loaded.kv_bytes == group.scope.assignment.kv_mib * MIB
-                    )
-                )
-            assert first.supervisor.kv.tokens < alone
-            await answers(agent, *(each.id for each in gateway.models()))
+        assert memory_lines(caplog) == []
+        # A rank that does not keep to its bound is named once.
+        kv = first.supervisor.kv
+        kept = kv.loaded
+        assert kept is not None
+        kv.loaded = replace(kept, kv_bytes=1)
+        await sees(lambda: memory_lines(caplog))
+        await asyncio.sleep(0.5)
+        assert ["tiny#0 on a: its KV caches have" in line for line in memory_lines(caplog)] == [True]
+        kv.loaded = kept
 
-            assert memory_lines(caplog) == []
-            # A rank that does not keep to its bound is named once.
-            kv = first.supervisor.kv
-            kept = kv.loaded
-            assert kept is not None
-            kv.loaded = replace(kept, kv_bytes=1)
-            await sees(lambda: memory_lines(caplog))
-            await asyncio.sleep(0.5)
-            assert ["tiny#0 on a: its KV caches have" in line for line in memory_lines(caplog)] == [True]
-            kv.loaded = kept
-
-            assert renderers(other)
-            text = gateway.text("other")
-            desired.unload(str(other))
-            await sees(lambda: first.supervisor.kv.tokens == alone)
-            await sees(lambda: not renderers(other))
-            assert text is not None  # no collection of garbage ended its process
-            assert first.supervisor.kv.limit_bytes == 0
-            await answers(agent, "")
-            assert first.supervisor.status.state is ServingState.READY
-            assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
-
-    run(within(story(), 2 * START_S))
+        assert renderers(other)
+        text = gateway.text("other")
+        desired.unload(str(other))
+        await sees(lambda: first.supervisor.kv.tokens == alone)
+        await sees(lambda: not renderers(other))
+        assert text is not None  # no collection of garbage ended its process
+        assert first.supervisor.kv.limit_bytes == 0
+        await answers(agent, "")
+        assert first.supervisor.status.state is ServingState.READY
+        assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
 
 
-def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pinned(
+@in_a_loop(seconds=2 * START_S)
+async def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pinned model answers all its requests meanwhile, without a reload."""
@@ -146,70 +138,61 @@ def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pin
         ]
 
     monkeypatch.setattr(Machines, "members", shrunk)
+    settings = Settings(
+        tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
+        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS, model_given=True,
+    )  # fmt: skip
+    async with running_agent(settings) as agent:
+        gateway, desired = agent.parts.gateway, agent.parts.node.desired
 
-    async def story() -> None:
-        settings = Settings(
-            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
-            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS, model_given=True,
-        )  # fmt: skip
-        async with running_agent(settings) as agent:
-            assert agent.parts is not None
-            gateway, desired = agent.parts.gateway, agent.parts.node.desired
+        def served() -> list[str]:
+            return sorted(each.id for each in gateway.models())
 
-            def served() -> list[str]:
-                return sorted(each.id for each in gateway.models())
+        await sees(lambda: served() == ["tiny"])
+        desired.serve(str(tmp_path / "other"), keep_s=KEEP_S)
+        await sees(lambda: served() == ["other", "tiny"])
+        first, other = group_of(agent, "tiny"), group_of(agent, "other")
+        before, wide = pids(first), first.supervisor.kv.tokens
+        pinned = [asyncio.create_task(answers(agent, *["tiny"] * 20)) for _ in range(4)]
 
-            await sees(lambda: served() == ["tiny"])
-            desired.serve(str(tmp_path / "other"), keep_s=KEEP_S)
-            await sees(lambda: served() == ["other", "tiny"])
-            first, other = group_of(agent, "tiny"), group_of(agent, "other")
-            before, wide = pids(first), first.supervisor.kv.tokens
-            pinned = [asyncio.create_task(answers(agent, *["tiny"] * 20)) for _ in range(4)]
+        room.append(HEADROOM_BYTES * 5 // 2)  # for two models and the least of caches
+        await sees(lambda: 0 < first.supervisor.kv.tokens < wide)
+        assert served() == ["other", "tiny"]
+        await answers(agent, "other")
 
-            room.append(HEADROOM_BYTES * 5 // 2)  # for two models and the least of caches
-            await sees(lambda: 0 < first.supervisor.kv.tokens < wide)
-            assert served() == ["other", "tiny"]
-            await answers(agent, "other")
+        desired.serve(str(tmp_path / "third"))
+        await sees(lambda: served() == ["third", "tiny"])
+        assert not desired.table.get("other"), "its row gives way, too"
+        assert other.supervisor.status.ranks is None
+        await asyncio.gather(*pinned)
+        await answers(agent, "tiny", "third")
+        assert (pids(first), first.supervisor.status.state) == (before, ServingState.READY)
 
-            desired.serve(str(tmp_path / "third"))
-            await sees(lambda: served() == ["third", "tiny"])
-            assert not desired.table.get("other"), "its row gives way, too"
-            assert other.supervisor.status.ranks is None
-            await asyncio.gather(*pinned)
-            await answers(agent, "tiny", "third")
-            assert (pids(first), first.supervisor.status.state) == (before, ServingState.READY)
-
-            room.clear()
-            await sees(lambda: first.supervisor.kv.tokens >= wide)
-
-    run(within(story(), 2 * START_S))
+        room.clear()
+        await sees(lambda: first.supervisor.kv.tokens >= wide)
 
 
-def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) -> None:
+@in_a_loop(seconds=2 * START_S)
+async def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) -> None:
     """A folder of the same name stands for it. Requests get an answer of one or the other at any time."""
     for number in (1, 2):
         shutil.copytree(embedded_model_path(), tmp_path / str(number) / "model")
-
-    async def story() -> None:
-        settings = Settings(
-            tmp_path / "home", "127.0.0.1", 0, 1, str(tmp_path / "1" / "model"), cluster=True, name="a",
-            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
-            model_given=True,
-        )  # fmt: skip
-        async with running_agent(settings) as agent:
-            assert agent.parts is not None
-            gateway = agent.parts.gateway
-            await sees(lambda: len(gateway.models()) == 1)
-            before, folder = pids(group_of(agent, "model")), gateway.models()[0].path
-            long = gateway.generate(Generate(0, (5, 6, 7), 200, ignore_eos=True))
-            agent.parts.node.desired.serve(str(tmp_path / "2" / "model"))
-            while gateway.models()[0].path == folder:
-                await answers(agent, "model")  # raises when nothing is ready
-                await asyncio.sleep(0.2)  # it changes while no request is open, or after 10 s
-            tokens = [event async for event in long if isinstance(event, Tokens)]
-            assert sum(len(event.tokens) for event in tokens) == 200
-            await answers(agent, "model")
-            await sees(lambda: pids(group_of(agent, "model")) != before)
-        assert rank_processes(settings.home) == [], "no rank outlives its agent"
-
-    run(within(story(), 2 * START_S))
+    settings = Settings(
+        tmp_path / "home", "127.0.0.1", 0, 1, str(tmp_path / "1" / "model"), cluster=True, name="a",
+        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
+        model_given=True,
+    )  # fmt: skip
+    async with running_agent(settings) as agent:
+        gateway = agent.parts.gateway
+        await sees(lambda: len(gateway.models()) == 1)
+        before, folder = pids(group_of(agent, "model")), gateway.models()[0].path
+        long = gateway.generate(Generate(0, (5, 6, 7), 200, ignore_eos=True))
+        agent.parts.node.desired.serve(str(tmp_path / "2" / "model"))
+        while gateway.models()[0].path == folder:
+            await answers(agent, "model")  # raises when nothing is ready
+            await asyncio.sleep(0.2)  # it changes while no request is open, or after 10 s
+        tokens = [event async for event in long if isinstance(event, Tokens)]
+        assert sum(len(event.tokens) for event in tokens) == 200
+        await answers(agent, "model")
+        await sees(lambda: pids(group_of(agent, "model")) != before)
+    assert rank_processes(settings.home) == [], "no rank outlives its agent"

@@ -13,7 +13,7 @@ from mlxtp.cluster.cluster_state import NO_CLAIM, NO_DEPLOYMENTS, ClusterState, 
 from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
 from mlxtp.cluster.reconcile import Action, FormEpoch, GroupForm, NoAction, Situation, StopEpoch, Wait, decide
-from mlxtp.errors import RemoteProtocolError, UserError
+from mlxtp.errors import RemoteProtocolError
 from mlxtp.wire.cluster_messages import Beat, RosterEntry
 
 from ..placement.made_up_macs import unsealed
@@ -291,17 +291,6 @@ def test_deployments_and_rosters_are_taken_over_once() -> None:
     assert (row.version, row.writer, row.model, row.nodes, row.pinned) == (5, "b", "qwen", "2", True)
     entry = RosterEntry("c", "mini", "key", False, 1)
     assert [replica.enrols([entry]) for _ in range(2)] == [True, False]
-
-
-def test_the_roster_is_changed_here_or_the_reason_told() -> None:
-    replica = Story().replica
-    replica.hold(replica.roster.admitting("a", "studio", "key", unsealed))
-    replica.hold(replica.roster.removing("a", unsealed))
-    assert replica.roster.members() == {}
-    with pytest.raises(UserError, match="was removed"):
-        replica.hold(replica.roster.admitting("a", "studio", "key", unsealed))
-    with pytest.raises(UserError, match="no member"):
-        replica.hold(replica.roster.removing("z", unsealed))
 
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:

@@ -68,34 +68,143 @@ def owner(world: World) -> str:
 # --- stories ----------------------------------------------------------------------------------------------
 
 
-def test_all_started_at_once_form_one_epoch() -> None:
-    world = serving("abcd")
-    assert [(name, number) for _, name, number in formed(world)] == [("a", 1)]
+class Told:
+    """A world and what a script had happen in it. A check fails where it stands in the script."""
+
+    def __init__(self, names: str, strong: str = "") -> None:
+        self.world = World(names, rule=OneGroup(dict.fromkeys(strong, 5)))
+        self.since = 0.0
+
+    def act(self, what: str, *words: str) -> None:
+        world, names = self.world, words[0] if words else ""
+        match what:
+            case "start" | "kill" | "leave":
+                for name in names:
+                    getattr(world, what)(name)
+            case "drain":
+                for name in set(names) & world.nodes.keys():
+                    world.drain(name)
+            case "power":
+                world.kill(names, power=True)
+            case "run":
+                world.run(float(names))
+            case "calm":
+                world.run_until(world.complaint, within_s=float(names))
+            case "want":
+                want(world, names, words[1].strip("-"), *words[2:])
+            case "requests":
+                world.nodes[names].open_requests = int(words[1])
+            case "pause":
+                for name in names:
+                    world.pause(name, float(words[1]))
+            case "remove":
+                remove(world, *words)
+            case "cut" | "partition":
+                getattr(world, what)(*words)
+            case "heal":
+                world.heal()
+            case "now":
+                self.since = world.now
+            case _:
+                assert self.found(what, names) == names, (what, names)
+
+    def found(self, what: str, names: str) -> str:
+        """Return what is true now, in the words in which a script tells it."""
+        nodes, epochs = self.world.nodes, [each for each in formed(self.world) if each[0] > self.since]
+        match what:
+            case "led_by":
+                claims = {node.leadership.claim for node in nodes.values()}
+                return "|".join(f"{claim.node_id}{claim.term}" for claim in claims)
+            case "formed":  # since "now"
+                return "".join(f"{owner}{number}" for _, owner, number in epochs) or "-"
+            case "after":  # seconds, the last of these was
+                low, _, high = names.partition("..")
+                return names if float(low) <= epochs[-1][0] - self.since <= float(high) else str(epochs)
+            case "runs":
+                return "".join(sorted(name for name, node in nodes.items() if node.running)) or "-"
+            case "models":
+                return "".join({node.running.form.model for node in nodes.values() if node.running})
+            case "deployed":
+                [rows] = {node.replica.deployments.live() for node in nodes.values()}
+                return "+".join(row.model for row in rows)
+            case "here":
+                return "".join(sorted(nodes)) or "-"
+            case "sees_removed":  # "abc": a and b see that c is
+                *seers, gone = names
+                states = {nodes[name].membership.status_of(gone).state for name in seers}
+                return names if states == {MemberState.REMOVED} else str(states)
+            case _:
+                assert what == "nobody_dead"
+                return (
+                    ""
+                    if all(change.after is not MemberState.DEAD for change in all_changes(self.world))
+                    else "!"
+                )
 
 
-def test_a_whole_cluster_that_restarts_serves_again_without_a_hand_and_in_one_epoch() -> None:
-    world = serving("abcd")
-    for name in "abcd":
-        world.kill(name)
-    world.run(5.0)
-    world.start("d", "b")
-    world.run(0.7)
-    world.start("a", "c")
-    restarted = world.now
-    world.run_until(world.complaint, within_s=10.0)
-    (again,) = [epoch for epoch in formed(world) if epoch[0] > restarted]
-    assert again[2] == 2
-    assert again[0] - restarted < 3.0
+STORIES = """
+all that start at once form one epoch: abcd serving
+    formed a1
+a whole cluster restarts without a hand, in one epoch: abcd serving
+    kill abcd; run 5; start db; run 0.7; start ac; now; calm 10; formed a2; after 0..3
+a coordinator that is killed is followed by the next: abc serving
+    now; kill a; run 3; led_by b2; calm 10; after 0..3.5
+the third of three waits and is used when one leaves: abc serving
+    runs ab; leave b; calm 10; runs ac
+a node that comes back takes nothing over: abcd
+    start bcd; run 3; want b llama; run 3; led_by b1; start a; run 3; led_by b1
+a better group waits for open requests and not for ever: ab
+    start a; run 3; want a llama; run 3; requests a 1; start b; now; calm 20; after 10..12
+a better group forms at once without requests: ab
+    start a; run 3; want a llama; run 3; start b; now; calm 10; after 0..1.5
+a node that only others can reach does not depose the coordinator: abc serving
+    led_by a1; cut ac; run 30; led_by a1; formed a1
+the coordinator that only others could reach is missed when it dies: abcd
+    cut ac ad; start abcd; run 4; led_by a1; kill a; run 5; led_by b2
+a coordinator outside of the best group assigns it and goes on coordinating: abc with a strong bc
+    start abc; run 1; want a llama 2; calm 10; formed b1; led_by a1
+a group that its coordinator is no part of outlives it: abc with a strong bc
+    start abc; run 1; want a llama 2; calm 10; kill a; calm 10; led_by b2; start a; calm 10; formed b1
+also where that has no power: abc with a strong bc
+    start abc; run 1; want a llama 2; calm 10; power a; calm 10; led_by b2; start a; calm 10; formed b1
+one that stood still accuses no other: abc serving
+    pause b 2; run 8; nobody_dead
+all that stood still together go on as if nothing had been: abc serving
+    pause abc 20; run 30; formed a1; nobody_dead
+an unloaded model stops everywhere and another is served: ab serving
+    want b -; calm 5; runs -; want b qwen; calm 5; models qwen
+both sides of a partition get what they wanted, and the first is served: abcd serving
+    partition ab cd; run 5; want a qwen; want d mistral; calm 15; heal; calm 45; \\
+    deployed mistral+qwen; models mistral
+a removed member is cut off by all at once, is told so, and stops: abc serving
+    remove b c; run 1; sees_removed abc; calm 10; here ab
+a rank that is told to stop is replaced at once with any open requests: abc serving
+    requests a 3; drain b; run 2; here ac; runs ac; nobody_dead
+a rank without which nothing goes stays until the requests are done: ab serving
+    want a llama 2; calm 10; now; requests a 3; drain b; run 20; here ab; formed -; \
+    requests a 0; run 2; here a; runs -; start b; calm 20; formed a2
+a Mac that does nothing leaves at once and disturbs no other: abc serving
+    now; drain c; run 5; here ab; formed -
+all are told to stop at once and all leave: abcd serving
+    drain abcd; run 10; here -
+"""
+"""Of each its name and its nodes, and what happens, with what is true then."""
+LINES = STORIES.replace("\\\n   ", "").strip().split("\n")
+CASES = [(*head.split(": "), script) for head, script in zip(LINES[::2], LINES[1::2], strict=True)]
 
 
-def test_a_coordinator_that_is_killed_is_followed_by_the_next_within_three_seconds() -> None:
-    world = serving("abc")
-    world.kill("a")
-    killed = world.now
-    world.run(3.0)
-    assert [world.nodes[name].leadership.claim.node_id for name in "bc"] == ["b", "b"]
-    world.run_until(world.complaint, within_s=10.0)
-    assert formed(world)[-1][0] - killed < 3.5
+@pytest.mark.parametrize(("nodes", "script"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
+def test_a_story_of_a_cluster(nodes: str, script: str) -> None:
+    names, _, how = nodes.partition(" ")
+    told = Told(names, how.removeprefix("with a strong ") if how.startswith("with") else "")
+    if how == "serving":
+        told.world = serving(names)
+    for step in script.split(";"):
+        told.act(*step.split())
+
+
+def all_changes(world: World) -> list[Change]:
+    return [change for journal in world.journals.values() for _, change in journal.changes]
 
 
 def test_a_coordinator_without_power_is_dead_within_its_limit() -> None:
@@ -115,51 +224,6 @@ def test_the_epoch_of_a_killed_participant_ends_when_its_link_breaks() -> None:
     left = [when for when, what, _, _ in world.journals["a"].epochs if what.startswith("leave")]
     assert left
     assert left[0] - killed < 0.1
-
-
-def test_the_third_of_three_waits_and_is_used_when_one_leaves() -> None:
-    world = serving("abc")
-    assert world.nodes["c"].running is None
-    world.leave("b")
-    world.run_until(world.complaint, within_s=10.0)
-    assert world.nodes["c"].running is not None
-
-
-def test_a_node_that_comes_back_takes_nothing_over() -> None:
-    world = World("abcd")
-    world.start("b", "c", "d")
-    world.run(3.0)
-    want(world, "b", "llama")
-    world.run(3.0)
-    term = world.nodes["b"].leadership.claim
-    world.start("a")
-    world.run(3.0)
-    assert world.nodes["a"].leadership.claim == term
-
-
-def test_a_better_group_waits_for_open_requests_and_not_for_ever() -> None:
-    world = World("ab")
-    world.start("a")
-    world.run(3.0)
-    want(world, "a", "llama")
-    world.run(3.0)
-    world.nodes["a"].open_requests = 1
-    world.start("b")
-    joined = world.now
-    world.run_until(world.complaint, within_s=20.0)
-    assert 10.0 <= formed(world)[-1][0] - joined <= 12.0
-
-
-def test_a_better_group_forms_at_once_without_requests() -> None:
-    world = World("ab")
-    world.start("a")
-    world.run(3.0)
-    want(world, "a", "llama")
-    world.run(3.0)
-    world.start("b")
-    joined = world.now
-    world.run_until(world.complaint, within_s=10.0)
-    assert formed(world)[-1][0] - joined < 1.5
 
 
 def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
@@ -190,95 +254,6 @@ def owner_of(world: World, name: str) -> int:
     return running.number
 
 
-def test_a_node_that_only_others_can_reach_does_not_depose_the_coordinator() -> None:
-    world = serving("abc")
-    term = world.nodes["a"].leadership.claim.term
-    world.cut("ac")
-    world.run(30.0)
-    assert {node.leadership.claim.term for node in world.nodes.values()} == {term}
-    assert len(formed(world)) == 1
-
-
-def test_the_coordinator_that_only_others_could_reach_is_missed_when_it_dies() -> None:
-    world = World("abcd")
-    world.cut("ac", "ad")
-    world.start(*"abcd")
-    world.run(4.0)
-    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
-    world.kill("a")
-    world.run(5.0)
-    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
-
-
-def test_a_coordinator_outside_of_the_best_group_assigns_it_and_goes_on_coordinating() -> None:
-    world = World("abc", rule=OneGroup({"b": 5, "c": 5}))
-    world.start(*"abc")
-    world.run(1.0)
-    want(world, "a", "llama", "2")
-    world.run_until(world.complaint, within_s=10.0)
-    assert [(name, number) for _, name, number in formed(world)] == [("b", 1)]
-    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
-
-
-def test_a_group_that_its_coordinator_is_no_part_of_outlives_it() -> None:
-    world = World("abc", rule=OneGroup({"b": 5, "c": 5}))
-    world.start(*"abc")
-    world.run(1.0)
-    want(world, "a", "llama", "2")
-    world.run_until(world.complaint, within_s=10.0)
-    for power in (False, True):
-        world.kill("a", power=power)
-        world.run_until(world.complaint, within_s=10.0)
-        assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
-        world.start("a")
-        world.run_until(world.complaint, within_s=10.0)
-    assert len(formed(world)) == 1
-
-
-def test_a_node_that_stood_still_accuses_no_other() -> None:
-    world = serving("abc")
-    world.pause("b", 2.0)
-    world.run(8.0)
-    assert [change for _, change in world.journals["b"].changes if change.after is MemberState.DEAD] == []
-
-
-def test_all_that_stood_still_together_go_on_as_if_nothing_had_been() -> None:
-    world = serving("abc")
-    for name in "abc":
-        world.pause(name, 20.0)
-    world.run(30.0)
-    assert len(formed(world)) == 1
-    assert not any(change.after is MemberState.DEAD for change in all_changes(world))
-
-
-def all_changes(world: World) -> list[Change]:
-    return [change for journal in world.journals.values() for _, change in journal.changes]
-
-
-def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
-    world = serving("ab")
-    want(world, "b", "")
-    world.run_until(world.complaint, within_s=5.0)
-    assert all(node.running is None for node in world.nodes.values())
-    want(world, "b", "qwen")
-    world.run_until(world.complaint, within_s=5.0)
-    assert {node.running.form.model for node in world.nodes.values() if node.running} == {"qwen"}
-
-
-def test_what_was_wanted_on_both_sides_of_a_partition_is_deployed_and_the_first_of_it_served() -> None:
-    world = serving("abcd")
-    world.partition("ab", "cd")
-    world.run(5.0)
-    want(world, "a", "qwen")
-    want(world, "d", "mistral")
-    world.run_until(world.complaint, within_s=15.0)
-    world.heal()
-    world.run_until(world.complaint, within_s=QUIET_S)
-    deployed = {node.replica.deployments.live() for node in world.nodes.values()}
-    assert [[row.model for row in rows] for rows in deployed] == [["mistral", "qwen"]], "of one version"
-    assert {node.running.form.model for node in world.nodes.values() if node.running} == {"mistral"}
-
-
 def test_what_a_coordinator_assigned_ends_with_it_although_another_one_has_the_same_term() -> None:
     """Here c and d claim one term apart, and d assigns more often. Then c wins."""
     world = serving("acd")
@@ -293,15 +268,6 @@ def test_what_a_coordinator_assigned_ends_with_it_although_another_one_has_the_s
     assert numbers[1] > numbers[0] + 3
     world.heal()
     world.run_until(world.complaint, within_s=QUIET_S)
-
-
-def test_a_removed_member_is_cut_off_by_all_at_once() -> None:
-    world = serving("abc")
-    remove(world, "b", "c")
-    world.run(1.0)
-    assert {world.nodes[name].membership.status_of("c").state for name in "ab"} == {MemberState.REMOVED}
-    world.run_until(world.complaint, within_s=10.0)
-    assert "c" not in world.nodes  # it was told so, and stopped
 
 
 def test_a_member_that_was_removed_while_it_was_off_is_told_when_it_comes_back() -> None:
@@ -505,53 +471,6 @@ def test_a_coordinator_that_is_told_to_stop_moves_its_group_first_and_then_leave
         MemberState.LEFT,
         MemberState.LEFT,
     ]
-
-
-def test_a_rank_that_is_told_to_stop_is_replaced_at_once_with_any_open_requests() -> None:
-    world = serving("abc")
-    world.nodes["a"].open_requests = 3
-    world.drain("b")
-    world.run(2.0)
-    assert "b" not in world.nodes
-    assert world.nodes["a"].running.ranks == ("a", "c")
-    assert MemberState.DEAD not in states_of(world, "b")
-
-
-def test_a_rank_without_which_nothing_goes_stays_until_the_requests_are_done() -> None:
-    world = serving("ab")
-    want(world, "a", "llama", "2")
-    world.run_until(world.complaint, within_s=10.0)
-    before = formed(world)
-    world.nodes["a"].open_requests = 3
-    world.drain("b")
-    world.run(20.0)
-    assert "b" in world.nodes
-    assert formed(world) == before
-    world.nodes["a"].open_requests = 0
-    world.run(2.0)
-    assert "b" not in world.nodes
-    assert world.nodes["a"].running is None
-    world.start("b")
-    world.run_until(world.complaint, within_s=20.0)
-    assert len(formed(world)) == len(before) + 1
-
-
-def test_a_mac_that_does_nothing_leaves_at_once_and_disturbs_no_other() -> None:
-    world = serving("abc")
-    before = formed(world)
-    world.drain("c")
-    world.run(5.0)
-    assert "c" not in world.nodes
-    assert formed(world) == before
-
-
-def test_all_are_told_to_stop_at_once_and_all_leave() -> None:
-    world = serving("abcd")
-    for name in "abcd":
-        if name in world.nodes:
-            world.drain(name)
-    world.run(10.0)
-    assert not world.nodes
 
 
 def test_all_are_started_again_one_after_the_other() -> None:

@@ -278,45 +278,59 @@ def numbered(number: int) -> str:
     return f"node {number}.{SERVICE}"
 
 
-def test_a_name_is_believed_once_its_records_are_there() -> None:
+STORIES = """
+a name is believed once its records are there
+    10 announced x; due x; believes; 10 resolves! x 5; believes 5; due
+a sighting is confirmed now and then and changes only when it does
+    0 announced x; 0 resolves! x 5; 29.9; due; 30; due x; resolves x 5; resolves! x 6; believes 6
+other records of a known name are looked at at once
+    0 announced x; 0 resolves! x 5; 1 announced x; due x; believes 5
+goodbye is believed, and records that were on their way then are of no use
+    0 announced x; 0 resolves! x 5; withdrawn! x; believes; withdrawn x; 0.1 resolves x 5; believes
+records that are refused are forgotten until they change
+    0 announced x; resolves x -; knows 0; 1 announced x; resolves! x 5; 2 announced x; resolves! x -; believes
+after a change of network everything is in doubt
+    0 announced x; resolves! x 5; announced y; failed y; 0.5; due; doubt; due x y; believes 5
+"""
+"""Of each its name, and what is heard at which time. With a `!` what is believed changes."""
+LINES = STORIES.strip().split("\n")
+
+
+@pytest.mark.parametrize("script", LINES[1::2], ids=LINES[::2])
+def test_a_story_of_names(script: str) -> None:
+    sightings, now = PeerCache(), 0.0
+    for step in script.split(";"):
+        at, *words = step.split() if step.strip()[0].isdigit() else [now, *step.split()]
+        now = float(at)
+        what, *names = words or ["wait"]
+        services = [f"{name}.{SERVICE}" for name in names]
+        match what.rstrip("!"):
+            case "due":
+                assert sightings.due(now) == services, step
+            case "believes":
+                believed = tuple(at for each in sightings.believed for at in each.addresses)
+                assert believed == tuple(f"10.0.0.{name}:52414" for name in names), step
+            case "knows":
+                assert len(sightings) == int(names[0])
+            case "announced":
+                sightings.announced(services[0], now)
+            case "doubt":
+                sightings.doubt(now)
+            case "withdrawn":
+                assert sightings.withdrawn(services[0]) is what.endswith("!"), step
+            case "failed":
+                assert not sightings.failed(services[0], now)
+            case "resolves":
+                found = dataclasses.replace(SIGHTING, addresses=(f"10.0.0.{names[1]}:52414",))
+                verdict = Refused("why") if names[1] == "-" else found
+                assert sightings.resolved(services[0], verdict, now) is what.endswith("!"), step
+
+
+@pytest.mark.parametrize("name", ["x._http._tcp.local.", f"{'x' * 200}.{SERVICE}", f"\x07.{SERVICE}"])
+def test_a_name_that_cannot_be_is_not_even_kept(name: str) -> None:
     sightings = PeerCache()
-    sightings.announced(NAME, 10.0)
-    assert sightings.due(10.0) == [NAME]
-    assert sightings.believed == ()
-    assert sightings.resolved(NAME, SIGHTING, 10.0)
-    assert sightings.believed == (SIGHTING,)
-    assert sightings.due(10.0) == []
-
-
-def test_a_sighting_is_confirmed_now_and_then_and_changes_only_when_it_does() -> None:
-    sightings = PeerCache()
-    seen(sightings, NAME, 0.0)
-    assert sightings.due(CONFIRM_S - 0.1) == []
-    assert sightings.next_due() == CONFIRM_S
-    assert sightings.due(CONFIRM_S) == [NAME]
-    assert not sightings.resolved(NAME, SIGHTING, CONFIRM_S)
-    other = dataclasses.replace(SIGHTING, addresses=("10.0.0.6:1",))
-    assert sightings.resolved(NAME, other, CONFIRM_S)
-    assert sightings.believed == (other,)
-
-
-def test_other_records_of_a_known_name_are_looked_at_at_once() -> None:
-    sightings = PeerCache()
-    seen(sightings, NAME, 0.0)
-    sightings.announced(NAME, 1.0)
-    assert sightings.due(1.0) == [NAME]
-    assert sightings.believed == (SIGHTING,)
-
-
-def test_goodbye_is_believed() -> None:
-    sightings = PeerCache()
-    seen(sightings, NAME, 0.0)
-    assert sightings.withdrawn(NAME)
-    assert sightings.believed == ()
-    assert not sightings.withdrawn(NAME)
-    # Records that were on their way then are of no use.
-    assert not sightings.resolved(NAME, SIGHTING, 0.1)
-    assert sightings.believed == ()
+    sightings.announced(name, 0.0)
+    assert len(sightings) == 0
 
 
 def test_who_does_not_answer_is_asked_again_ever_more_rarely() -> None:
@@ -348,28 +362,6 @@ def test_who_is_silent_is_believed_for_a_while() -> None:
     assert now < 100.0 + BELIEVED_S + RETRY.most_s
     # Its name is kept, and it may come back.
     assert sightings.resolved(NAME, SIGHTING, now + 1.0)
-
-
-def test_records_that_are_refused_are_forgotten_until_they_change() -> None:
-    sightings = PeerCache()
-    sightings.announced(NAME, 0.0)
-    assert not sightings.resolved(NAME, Refused("why"), 0.0)
-    assert len(sightings) == 0
-    seen(sightings, NAME, 1.0)
-    sightings.announced(NAME, 2.0)
-    assert sightings.resolved(NAME, Refused("why"), 2.0)
-    assert sightings.believed == ()
-
-
-def test_after_a_change_of_network_everything_is_in_doubt() -> None:
-    sightings = PeerCache()
-    seen(sightings, numbered(1), 0.0)
-    sightings.announced(numbered(2), 0.0)
-    sightings.failed(numbered(2), 0.0)
-    assert sightings.due(0.5) == []
-    sightings.doubt(0.5)
-    assert sorted(sightings.due(0.5)) == [numbered(1), numbered(2)]
-    assert len(sightings.believed) == 1
 
 
 def test_the_sighting_confirmed_longest_ago_goes_when_there_are_too_many() -> None:
@@ -404,13 +396,6 @@ def test_the_latest_name_is_looked_at_first_and_stays_longest() -> None:
         sightings.announced(numbered(number), 0.0)
     assert numbered(1) in sightings.due(0.0)
     assert numbered(3) not in sightings.due(0.0)
-
-
-def test_names_that_cannot_be_are_not_even_kept() -> None:
-    sightings = PeerCache()
-    for name in ("x._http._tcp.local.", f"{'x' * 200}.{SERVICE}", f"\x07.{SERVICE}"):
-        sightings.announced(name, 0.0)
-    assert len(sightings) == 0
 
 
 _operations = st.lists(

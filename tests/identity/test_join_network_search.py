@@ -121,20 +121,20 @@ async def test_a_false_announcement_keeps_no_mac_out(street: Street, monkeypatch
     await sees(lambda: node_id in street.house.node.parts.node.replica.roster.members())
 
 
-def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(street: Street) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0), backlog=20)) as silent:
-            street.announce(silent.getsockname()[1], street.member.port)
-            # A member that cannot let anybody in names the Mac that can.
-            cluster = street.member.node.parts
-            first = street.house.member.identity.node_id
-            for members in street.house.node.parts.node.replica.roster.messages():
-                cluster.node.enrolment.received(cast(Any, None), members)
-            cluster.node.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
-            assert (await street.enter(await street.house.node.parts.tokens.token())).joined
-
+@played
+async def test_a_mac_that_never_replies_holds_no_joiner_up(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(join_network, "PATIENCE_S", (1000.0,))
-    play(tmp_path, monkeypatch, story)
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=20)) as silent:
+        street.announce(silent.getsockname()[1], street.member.port)
+        # A member that cannot let anybody in names the Mac that can.
+        cluster = street.member.node.parts
+        first = street.house.member.identity.node_id
+        for members in street.house.node.parts.node.replica.roster.messages():
+            cluster.node.enrolment.received(cast(Any, None), members)
+        cluster.node.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
+        assert (await street.enter(await street.house.node.parts.tokens.token())).joined
 
 
 @played
@@ -156,59 +156,53 @@ async def test_a_token_is_brought_to_the_holder_that_made_it(street: Street) -> 
     await sees(lambda: entered.identity.node_id in second.replica.roster.members())
 
 
-def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
+    street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A removed member has a certificate for ever."""
-
-    async def story(street: Street) -> None:
-        removed = street.member.member.membership
-        desk = TokenIssuer(street.cluster_id, authority_hash(removed.authority))
-        refused: list[str] = []
-
-        def offer(at: str) -> Host:
-            refused.append(at)
-            forger = Authority(removed.authority, new_key())
-            return Host(forger, removed.certificate, desk, bytes(32), members={})
-
-        monkeypatch.setattr(street.member.door, "_offer", offer)
-        street.announce(street.member.port)
-        entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
-        await sees(lambda: refused)
-        street.announce(street.house.port)
-        assert (await entering_).joined
-
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
-    play(tmp_path, monkeypatch, story)
+    removed = street.member.member.membership
+    desk = TokenIssuer(street.cluster_id, authority_hash(removed.authority))
+    refused: list[str] = []
+
+    def offer(at: str) -> Host:
+        refused.append(at)
+        forger = Authority(removed.authority, new_key())
+        return Host(forger, removed.certificate, desk, bytes(32), members={})
+
+    monkeypatch.setattr(street.member.door, "_offer", offer)
+    street.announce(street.member.port)
+    entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
+    await sees(lambda: refused)
+    street.announce(street.house.port)
+    assert (await entering_).joined
 
 
-def test_the_no_of_the_right_mac_is_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(street: Street) -> None:
-        token = await street.house.node.parts.tokens.token()
-        street.announce(street.other.port, street.house.port)
-        assert (await street.enter(token)).joined
-        with pytest.raises(Denied, match="this join token was used before"):
-            await street.enter(token)
-
+@played
+async def test_the_no_of_the_right_mac_is_the_end_of_it(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
-    play(tmp_path, monkeypatch, story)
+    token = await street.house.node.parts.tokens.token()
+    street.announce(street.other.port, street.house.port)
+    assert (await street.enter(token)).joined
+    with pytest.raises(Denied, match="this join token was used before"):
+        await street.enter(token)
 
 
-def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
+    street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless another Mac may still be found."""
-
-    async def story(street: Street) -> None:
-        token = await street.house.node.parts.tokens.token()
-        with pytest.raises(UserError, match=r"^the join token is for .* and another cluster answered"):
-            await street.enter(token, street.other.port, discovery=False)
-        assert (await street.enter(token, street.other.port, street.house.port, discovery=False)).joined
-        street.announce(street.house.port)
-        assert (await street.enter(await street.house.node.parts.tokens.token(), street.other.port)).joined
-
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
-    play(tmp_path, monkeypatch, story)
+    token = await street.house.node.parts.tokens.token()
+    with pytest.raises(UserError, match=r"^the join token is for .* and another cluster answered"):
+        await street.enter(token, street.other.port, discovery=False)
+    assert (await street.enter(token, street.other.port, street.house.port, discovery=False)).joined
+    street.announce(street.house.port)
+    assert (await street.enter(await street.house.node.parts.tokens.token(), street.other.port)).joined
 
 
 @played
@@ -225,14 +219,14 @@ async def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_wit
 
 
 @pytest.mark.slow
-def test_when_no_mac_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(street: Street) -> None:
-        token = await street.house.node.parts.tokens.token()
-        with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):
-            await street.enter(token)
-        street.announce(street.other.port)
-        with pytest.raises(ConfigError, match=r"could not be joined within 1 s: .* another cluster answered"):
-            await street.enter(token)
-
+@played
+async def test_when_no_mac_is_found_it_is_said_what_was(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1.0)
-    play(tmp_path, monkeypatch, story)
+    token = await street.house.node.parts.tokens.token()
+    with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):
+        await street.enter(token)
+    street.announce(street.other.port)
+    with pytest.raises(ConfigError, match=r"could not be joined within 1 s: .* another cluster answered"):
+        await street.enter(token)

@@ -78,11 +78,6 @@ def test_one_byte_at_a_time() -> None:
     assert [frame.message for frame in frames] == list(EXAMPLES.values())
 
 
-def test_the_longest_prompt_fits_a_frame() -> None:
-    message = msg.Generate(1, tuple(range(msg.MAX_FRAME_TOKENS)), 1)
-    assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
-
-
 def test_the_longest_request_fits_a_frame() -> None:
     message = fullest_generate(msg.MAX_FRAME_TOKENS)
     assert read_all(open_decoder(), encode(message, 2**63 - 1, 2**63 - 1)) == [
@@ -106,17 +101,6 @@ def test_many_prompts_fit_a_small_frame() -> None:
     frame = encode(message, 1, 1)
     for decoder in (open_decoder(), Decoder()):  # the latter walks every frame before it unpacks it
         assert [f.message for f in read_all(decoder, frame)] == [message]
-
-
-def test_a_part_of_a_message_comes_back_as_itself() -> None:
-    message = msg.Generate(
-        1, (5,), 9, msg.Sampling(0.5, seed=7), msg.Shaping(min_tokens=3, bias_values=(0.25,))
-    )
-    (frame,) = read_all(open_decoder(), encode(message, 1, 1))
-    assert isinstance(frame.message, msg.Generate)
-    assert type(frame.message.sampling) is msg.Sampling
-    assert type(frame.message.shaping) is msg.Shaping
-    assert hash(frame.message) == hash(message)
 
 
 def test_a_number_without_a_fraction_is_a_number() -> None:

@@ -416,37 +416,6 @@ def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> No
     assert caught.value.code is Code.FRAME_OVERSIZE
 
 
-@given(st.lists(st.integers(1, 200), max_size=30))
-def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
-    stream, expected = STREAM
-    lower = pair_in(LinkKind.DECODE, LinkState.LOADED).lower
-    received: list[Received] = []
-    for size in [*sizes, len(stream)]:
-        received += lower.receive_data(stream[:size])
-        stream = stream[size:]
-    assert received == expected
-
-
-def _recorded() -> tuple[bytes, list[Received]]:
-    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    messages: list[msg.Message] = [
-        of_prompt(2, 0, 9, tuple(range(8)), sampling=msg.Sampling(0.7, seed=2**63 - 1)),
-        of_prompt(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
-        *(msg.Forward((1, 2), (2 + n, 9 + n)) for n in range(5)),
-        msg.Forward((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
-        msg.SessionStop(1, "length", 6, keep=8),
-        of_prompt(3, 8, 9, (1,), source=1, take=True),
-        of_prompts((4, 5), (9, 2), (8, 0), (1, 2, 3), (3, 0), samplings=(msg.Sampling(), msg.Sampling(0.5))),
-        msg.Forward((2,), (15,)),
-    ]
-    first = pair.upper.seq + 1
-    stream = b"".join(pair.upper.send(message) for message in messages)
-    return stream, [Received(first + n, message) for n, message in enumerate(messages)]
-
-
-STREAM = _recorded()
-
-
 # --- the end ----------------------------------------------------------------------------------------
 
 

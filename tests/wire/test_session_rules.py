@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,13 @@ from .forwards import of_prompt, of_prompts
 from .walk import EPOCH, Pair, pair_in, requests, sequences
 
 PONG = msg.Pong("idle", 0.0, 0, 0, "", RankStats())
-UP, DOWN = Side.UPPER, Side.LOWER
+DOWN = (
+    msg.Ack, msg.FetchedBlocks, msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished,
+    msg.Error, msg.Pong, msg.SideChannel,
+)  # fmt: skip
+"""What the lower side sends; the upper one sends the others."""
+Cases = dict[str, tuple[Any, ...]]
+UID, ORDER, FIELD = Code.WRONG_UID, Code.OUT_OF_ORDER, Code.FIELD_INVALID
 DIGEST = b"d" * 16
 
 
@@ -75,236 +81,180 @@ def failed(uid: int) -> msg.Error:
     return msg.Error(Code.BAD_REQUEST, "no", uid)
 
 
-# Each case starts in LOADED with uid 1 live: its prompt complete on a decode link, where seqs go on from
-# FIRST; without tokens on a pipe. `said` is legal; `wrong` is not.
 TIME = msg.TimeCollectives("sum", 1024, 8)
+COMMANDS = (msg.SanityCheck(), msg.Unload(), TIME, msg.Shutdown())
+# Each case starts in LOADED with uid 1 live: its prompt complete on a decode link, where seqs go on from
+# FIRST; without tokens on a pipe. It has the code of its last message, which is wrong; those before are not.
 FIRST = 6
 
-DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, msg.Message]], tuple[Side, msg.Message], Code]] = {
-    "a prompt for an old uid": ([(UP, stop(1))], (UP, prompt(1, 0, 2, 2)), Code.WRONG_UID),
-    "a prompt for a running uid": ([], (UP, prompt(1, 0, 2, 2)), Code.WRONG_UID),
-    "uids that go back": ([(UP, prompt(9, 0, 2, 2))], (UP, prompt(8, 0, 2, 2)), Code.WRONG_UID),
-    "a prompt that starts late": ([], (UP, prompt(2, 1, 3, 2)), Code.OUT_OF_ORDER),
-    "a gap between chunks": ([(UP, prompt(2, 0, 9, 2))], (UP, prompt(2, 3, 9, 1)), Code.OUT_OF_ORDER),
-    "a chunk twice": ([(UP, prompt(2, 0, 9, 2))], (UP, prompt(2, 0, 9, 2)), Code.OUT_OF_ORDER),
-    "another total": ([(UP, prompt(2, 0, 9, 2))], (UP, prompt(2, 2, 8, 1)), Code.OUT_OF_ORDER),
-    "past the total": ([(UP, prompt(2, 0, 3, 2))], (UP, prompt(2, 2, 3, 2)), Code.FIELD_INVALID),
-    "a step for a stranger": ([], (UP, step(1, 2)), Code.WRONG_UID),
-    "a step for half a prompt": ([(UP, prompt(2, 0, 9, 2))], (UP, step(2)), Code.WRONG_UID),
-    "a step for a stopped uid": ([(UP, stop(1))], (UP, step(1)), Code.WRONG_UID),
-    "a row twice": ([], (UP, step(1, 1)), Code.WRONG_UID),
-    "a stop for a stranger": ([], (UP, stop(2)), Code.WRONG_UID),
-    "a stop twice": ([(UP, stop(1))], (UP, stop(1)), Code.WRONG_UID),
-    "a prompt after its stop": (
-        [(UP, prompt(2, 0, 9, 2)), (UP, stop(2))],
-        (UP, prompt(2, 2, 9, 2)),
-        Code.WRONG_UID,
-    ),
-    "a step without positions for all": ([], (UP, msg.Forward((1,), (2, 2))), Code.FIELD_INVALID),
-    "widths for more than its rows": ([], (UP, wide((1, 1), 2)), Code.FIELD_INVALID),
-    "fewer tokens than widths": ([], (UP, wide((2,), 1)), Code.FIELD_INVALID),
-    "more tokens than widths": ([], (UP, wide((2,), 3)), Code.FIELD_INVALID),
-    "tokens without widths": ([], (UP, wide((), 1)), Code.FIELD_INVALID),
-    "a step past the prompt": ([], (UP, wide((), 0, (3,))), Code.OUT_OF_ORDER),
-    "a step past the last one": ([(UP, step(1))], (UP, wide((), 0, (4,))), Code.OUT_OF_ORDER),
-    "a step past the drafts": ([(UP, wide((3,), 3))], (UP, wide((), 0, (6,))), Code.OUT_OF_ORDER),
-    "a source that never was": ([], (UP, behind(9, 2)), Code.WRONG_UID),
-    "a source that was not kept": ([(UP, stop(1))], (UP, behind(1, 2)), Code.WRONG_UID),
-    "a source that is half a prompt": ([(UP, prompt(2, 0, 9, 2))], (UP, behind(2, 2, uid=3)), Code.WRONG_UID),
-    "itself for a source": ([], (UP, behind(2, 2)), Code.WRONG_UID),
-    "taking what runs": ([], (UP, behind(1, 2, take=True)), Code.WRONG_UID),
-    "taking what was taken": (
-        [(UP, kept(1, 2)), (UP, behind(1, 2, take=True))],
-        (UP, behind(1, 2, uid=3)),
-        Code.WRONG_UID,
-    ),
-    "taking from no one": ([], (UP, of_prompt(2, 0, 2, (5, 5), take=True)), Code.FIELD_INVALID),
-    "a start behind more than runs": ([], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
-    "a start behind more than was kept": ([(UP, kept(1, 1))], (UP, behind(1, 2)), Code.OUT_OF_ORDER),
-    "a start behind nothing of a source": ([], (UP, behind(1, 0)), Code.OUT_OF_ORDER),
-    "a start behind the whole prompt": ([], (UP, behind(1, 2, 2)), Code.FIELD_INVALID),
-    "a source in a later chunk": ([(UP, behind(1, 2))], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
-    "a gap after a source": ([(UP, behind(1, 2))], (UP, prompt(2, 4, 50, 1)), Code.OUT_OF_ORDER),
-    "a copy under an old uid": ([], (UP, of_prompt(2, 0, 9, (5, 5), save=1)), Code.WRONG_UID),
-    "a copy under its own uid": ([], (UP, of_prompt(2, 0, 9, (5, 5), save=2)), Code.WRONG_UID),
-    "a copy of a whole prompt": ([], (UP, of_prompt(2, 0, 2, (5, 5), save=3)), Code.FIELD_INVALID),
-    "a prompt under the uid of a copy": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
-        (UP, prompt(3, 0, 2, 2)),
-        Code.WRONG_UID,
-    ),
-    "a start behind more than a copy holds": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
-        (UP, behind(3, 3, uid=4)),
-        Code.OUT_OF_ORDER,
-    ),
-    "dropping a copy twice": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3)), (UP, msg.Evict((3,)))],
-        (UP, msg.Evict((3,))),
-        Code.WRONG_UID,
-    ),
+DECODE_CASES: Cases = {
+    "a prompt for an old uid": (UID, stop(1), prompt(1, 0, 2, 2)),
+    "a prompt for a running uid": (UID, prompt(1, 0, 2, 2)),
+    "uids that go back": (UID, prompt(9, 0, 2, 2), prompt(8, 0, 2, 2)),
+    "a prompt that starts late": (ORDER, prompt(2, 1, 3, 2)),
+    "a gap between chunks": (ORDER, prompt(2, 0, 9, 2), prompt(2, 3, 9, 1)),
+    "a chunk twice": (ORDER, prompt(2, 0, 9, 2), prompt(2, 0, 9, 2)),
+    "another total": (ORDER, prompt(2, 0, 9, 2), prompt(2, 2, 8, 1)),
+    "past the total": (FIELD, prompt(2, 0, 3, 2), prompt(2, 2, 3, 2)),
+    "a step for a stranger": (UID, step(1, 2)),
+    "a step for half a prompt": (UID, prompt(2, 0, 9, 2), step(2)),
+    "a step for a stopped uid": (UID, stop(1), step(1)),
+    "a row twice": (UID, step(1, 1)),
+    "a stop for a stranger": (UID, stop(2)),
+    "a stop twice": (UID, stop(1), stop(1)),
+    "a prompt after its stop": (UID, prompt(2, 0, 9, 2), stop(2), prompt(2, 2, 9, 2)),
+    "a step without positions for all": (FIELD, msg.Forward((1,), (2, 2))),
+    "widths for more than its rows": (FIELD, wide((1, 1), 2)),
+    "fewer tokens than widths": (FIELD, wide((2,), 1)),
+    "more tokens than widths": (FIELD, wide((2,), 3)),
+    "tokens without widths": (FIELD, wide((), 1)),
+    "a step past the prompt": (ORDER, wide((), 0, (3,))),
+    "a step past the last one": (ORDER, step(1), wide((), 0, (4,))),
+    "a step past the drafts": (ORDER, wide((3,), 3), wide((), 0, (6,))),
+    "a source that never was": (UID, behind(9, 2)),
+    "a source that was not kept": (UID, stop(1), behind(1, 2)),
+    "a source that is half a prompt": (UID, prompt(2, 0, 9, 2), behind(2, 2, uid=3)),
+    "itself for a source": (UID, behind(2, 2)),
+    "taking what runs": (UID, behind(1, 2, take=True)),
+    "taking what was taken": (UID, kept(1, 2), behind(1, 2, take=True), behind(1, 2, uid=3)),
+    "taking from no one": (FIELD, of_prompt(2, 0, 2, (5, 5), take=True)),
+    "a start behind more than runs": (ORDER, behind(1, 3)),
+    "a start behind more than was kept": (ORDER, kept(1, 1), behind(1, 2)),
+    "a start behind nothing of a source": (ORDER, behind(1, 0)),
+    "a start behind the whole prompt": (FIELD, behind(1, 2, 2)),
+    "a source in a later chunk": (ORDER, behind(1, 2), behind(1, 3)),
+    "a gap after a source": (ORDER, behind(1, 2), prompt(2, 4, 50, 1)),
+    "a copy under an old uid": (UID, of_prompt(2, 0, 9, (5, 5), save=1)),
+    "a copy under its own uid": (UID, of_prompt(2, 0, 9, (5, 5), save=2)),
+    "a copy of a whole prompt": (FIELD, of_prompt(2, 0, 2, (5, 5), save=3)),
+    "a prompt under the uid of a copy": (UID, of_prompt(2, 0, 9, (5, 5), save=3), prompt(3, 0, 2, 2)),
+    "a start behind more than a copy holds": (ORDER, of_prompt(2, 0, 9, (5, 5), save=3), behind(3, 3, uid=4)),
+    "dropping a copy twice": (UID, of_prompt(2, 0, 9, (5, 5), save=3), msg.Evict((3,)), msg.Evict((3,))),
     "covering what is not kept": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
-        (UP, of_prompt(2, 2, 9, (5, 5), save=4, covers=(2,))),
-        Code.WRONG_UID,
+        UID,
+        of_prompt(2, 0, 9, (5, 5), save=3),
+        of_prompt(2, 2, 9, (5, 5), save=4, covers=(2,)),
     ),
     "covering as much as itself": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
-        (UP, msg.SessionStop(2, "stop", 1, keep=2, covers=(3,))),
-        Code.WRONG_UID,
+        UID,
+        of_prompt(2, 0, 9, (5, 5), save=3),
+        msg.SessionStop(2, "stop", 1, keep=2, covers=(3,)),
     ),
     "covering with nothing": (
-        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
-        (UP, of_prompt(2, 2, 9, (5, 5), covers=(3,))),
-        Code.WRONG_UID,
+        UID,
+        of_prompt(2, 0, 9, (5, 5), save=3),
+        of_prompt(2, 2, 9, (5, 5), covers=(3,)),
     ),
-    "keeping more than a prompt": ([], (UP, kept(1, 3)), Code.OUT_OF_ORDER),
-    "keeping more than was fed": ([(UP, step(1))], (UP, kept(1, 4)), Code.OUT_OF_ORDER),
-    "keeping more than half a prompt": ([(UP, prompt(2, 0, 9, 2))], (UP, kept(2, 3)), Code.OUT_OF_ORDER),
-    "dropping what runs": ([], (UP, msg.Evict((1,))), Code.WRONG_UID),
-    "dropping what was not kept": ([(UP, stop(1))], (UP, msg.Evict((1,))), Code.WRONG_UID),
-    "dropping twice": ([(UP, kept(1, 2)), (UP, msg.Evict((1,)))], (UP, msg.Evict((1,))), Code.WRONG_UID),
-    "dropping twice at once": ([(UP, kept(1, 2))], (UP, msg.Evict((1, 1))), Code.WRONG_UID),
-    "dropping what was taken": (
-        [(UP, kept(1, 2)), (UP, behind(1, 2, take=True))],
-        (UP, msg.Evict((1,))),
-        Code.WRONG_UID,
-    ),
-    "a start from what was dropped": (
-        [(UP, kept(1, 2)), (UP, msg.Evict((1,)))],
-        (UP, behind(1, 2)),
-        Code.WRONG_UID,
-    ),
-    "spilling more than is held": ([(UP, kept(1, 2))], (UP, msg.Spill(1, 0, 3, DIGEST)), Code.OUT_OF_ORDER),
-    "spilling what is not there": ([(UP, stop(1))], (UP, msg.Spill(1, 0, 1, DIGEST)), Code.OUT_OF_ORDER),
-    "spilling nothing": ([], (UP, msg.Spill(1, 1, 1, DIGEST)), Code.OUT_OF_ORDER),
-    "fetching under an old uid": ([], (UP, msg.FetchBlocks(1, 2, DIGEST)), Code.WRONG_UID),
-    "half a digest": ([], (UP, msg.FetchBlocks(2, 2, DIGEST + b"half")), Code.FIELD_INVALID),
-    "having fetched what was not wanted": ([], (DOWN, msg.FetchedBlocks(2, 1)), Code.WRONG_UID),
+    "keeping more than a prompt": (ORDER, kept(1, 3)),
+    "keeping more than was fed": (ORDER, step(1), kept(1, 4)),
+    "keeping more than half a prompt": (ORDER, prompt(2, 0, 9, 2), kept(2, 3)),
+    "dropping what runs": (UID, msg.Evict((1,))),
+    "dropping what was not kept": (UID, stop(1), msg.Evict((1,))),
+    "dropping twice": (UID, kept(1, 2), msg.Evict((1,)), msg.Evict((1,))),
+    "dropping twice at once": (UID, kept(1, 2), msg.Evict((1, 1))),
+    "dropping what was taken": (UID, kept(1, 2), behind(1, 2, take=True), msg.Evict((1,))),
+    "a start from what was dropped": (UID, kept(1, 2), msg.Evict((1,)), behind(1, 2)),
+    "spilling more than is held": (ORDER, kept(1, 2), msg.Spill(1, 0, 3, DIGEST)),
+    "spilling what is not there": (ORDER, stop(1), msg.Spill(1, 0, 1, DIGEST)),
+    "spilling nothing": (ORDER, msg.Spill(1, 1, 1, DIGEST)),
+    "fetching under an old uid": (UID, msg.FetchBlocks(1, 2, DIGEST)),
+    "half a digest": (FIELD, msg.FetchBlocks(2, 2, DIGEST + b"half")),
+    "having fetched what was not wanted": (UID, msg.FetchedBlocks(2, 1)),
     "having fetched twice": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST)), (DOWN, msg.FetchedBlocks(2, 1))],
-        (DOWN, msg.FetchedBlocks(2, 1)),
-        Code.WRONG_UID,
+        UID,
+        msg.FetchBlocks(2, 2, DIGEST),
+        msg.FetchedBlocks(2, 1),
+        msg.FetchedBlocks(2, 1),
     ),
-    "having fetched more than was wanted": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST))],
-        (DOWN, msg.FetchedBlocks(2, 2)),
-        Code.FIELD_INVALID,
-    ),
-    "restoring what was not fetched": ([], (UP, msg.Restore(2, 0)), Code.WRONG_UID),
-    "restoring before it is fetched": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST))],
-        (UP, msg.Restore(2, 1)),
-        Code.OUT_OF_ORDER,
-    ),
+    "having fetched more than was wanted": (FIELD, msg.FetchBlocks(2, 2, DIGEST), msg.FetchedBlocks(2, 2)),
+    "restoring what was not fetched": (UID, msg.Restore(2, 0)),
+    "restoring before it is fetched": (ORDER, msg.FetchBlocks(2, 2, DIGEST), msg.Restore(2, 1)),
     "restoring more than was fetched": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST * 2)), (DOWN, msg.FetchedBlocks(2, 1))],
-        (UP, msg.Restore(2, 2)),
-        Code.OUT_OF_ORDER,
+        ORDER,
+        msg.FetchBlocks(2, 2, DIGEST * 2),
+        msg.FetchedBlocks(2, 1),
+        msg.Restore(2, 2),
     ),
     "restoring twice": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST)), (DOWN, msg.FetchedBlocks(2, 1)), (UP, msg.Restore(2, 1))],
-        (UP, msg.Restore(2, 1)),
-        Code.WRONG_UID,
+        UID,
+        msg.FetchBlocks(2, 2, DIGEST),
+        msg.FetchedBlocks(2, 1),
+        msg.Restore(2, 1),
+        msg.Restore(2, 1),
     ),
     "a start from what was not restored": (
-        [(UP, msg.FetchBlocks(2, 2, DIGEST)), (DOWN, msg.FetchedBlocks(2, 1)), (UP, msg.Restore(2, 0))],
-        (UP, behind(2, 2, uid=3)),
-        Code.WRONG_UID,
+        UID,
+        msg.FetchBlocks(2, 2, DIGEST),
+        msg.FetchedBlocks(2, 1),
+        msg.Restore(2, 0),
+        behind(2, 2, uid=3),
     ),
-    "a step for what was kept": ([(UP, kept(1, 2))], (UP, step(1)), Code.WRONG_UID),
-    "prompts of an old uid": ([(UP, stop(1))], (UP, batch((1, 2, 0, 0, 0))), Code.WRONG_UID),
-    "prompts whose uids go back": ([], (UP, batch((3, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
-    "prompts of one uid": ([], (UP, batch((2, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
-    "prompts with fewer tokens": ([], (UP, batch((2, 2, 0, 0, 0), tokens=1)), Code.FIELD_INVALID),
-    "prompts with more tokens": ([], (UP, batch((2, 2, 0, 0, 0), tokens=3)), Code.FIELD_INVALID),
-    "prompts with fewer samplings": (
-        [],
-        (UP, batch((2, 2, 0, 0, 0), (3, 2, 0, 0, 0), parts=1)),
-        Code.FIELD_INVALID,
-    ),
-    "a prompt of nothing among others": (
-        [],
-        (UP, batch((2, 2, 2, 1, 0), (3, 2, 0, 0, 0))),
-        Code.FIELD_INVALID,
-    ),
-    "prompts that start late": ([], (UP, batch((2, 3, 1, 0, 0))), Code.OUT_OF_ORDER),
-    "prompts from strangers": ([], (UP, batch((2, 3, 1, 9, 0))), Code.WRONG_UID),
-    "a prompt from another beside it": ([], (UP, batch((2, 3, 0, 0, 0), (3, 3, 1, 2, 0))), Code.WRONG_UID),
-    "two prompts that take the same": (
-        [(UP, kept(1, 2))],
-        (UP, batch((2, 3, 2, 1, 1), (3, 3, 2, 1, 1))),
-        Code.WRONG_UID,
-    ),
-    "prompts that take what runs": ([], (UP, batch((2, 3, 2, 1, 1))), Code.WRONG_UID),
-    "prompts that take from no one": ([], (UP, batch((2, 3, 0, 0, 1))), Code.FIELD_INVALID),
-    "prompts behind more than is held": ([], (UP, batch((2, 4, 3, 1, 0))), Code.OUT_OF_ORDER),
-    "a later chunk of prompts together": (
-        [(UP, batch((2, 3, 0, 0, 0)))],
-        (UP, prompt(2, 3, 4, 1)),
-        Code.WRONG_UID,
-    ),
-    "an Ack of nothing": ([], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
-    "an Ack twice": ([(UP, step(1)), (DOWN, ack(FIRST))], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
-    "Acks out of order": ([(UP, step(1)), (UP, step(1))], (DOWN, ack(FIRST + 1)), Code.OUT_OF_ORDER),
-    "an Ack of a stop": ([(UP, stop(1))], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
-    **{
-        f"{type(command).__name__} before the Ack": ([(UP, step(1))], (UP, command), Code.OUT_OF_ORDER)
-        for command in (msg.SanityCheck(), msg.Unload(), TIME, msg.Shutdown())
-    },
+    "a step for what was kept": (UID, kept(1, 2), step(1)),
+    "prompts of an old uid": (UID, stop(1), batch((1, 2, 0, 0, 0))),
+    "prompts whose uids go back": (UID, batch((3, 2, 0, 0, 0), (2, 2, 0, 0, 0))),
+    "prompts of one uid": (UID, batch((2, 2, 0, 0, 0), (2, 2, 0, 0, 0))),
+    "prompts with fewer tokens": (FIELD, batch((2, 2, 0, 0, 0), tokens=1)),
+    "prompts with more tokens": (FIELD, batch((2, 2, 0, 0, 0), tokens=3)),
+    "prompts with fewer samplings": (FIELD, batch((2, 2, 0, 0, 0), (3, 2, 0, 0, 0), parts=1)),
+    "a prompt of nothing among others": (FIELD, batch((2, 2, 2, 1, 0), (3, 2, 0, 0, 0))),
+    "prompts that start late": (ORDER, batch((2, 3, 1, 0, 0))),
+    "prompts from strangers": (UID, batch((2, 3, 1, 9, 0))),
+    "a prompt from another beside it": (UID, batch((2, 3, 0, 0, 0), (3, 3, 1, 2, 0))),
+    "two prompts that take the same": (UID, kept(1, 2), batch((2, 3, 2, 1, 1), (3, 3, 2, 1, 1))),
+    "prompts that take what runs": (UID, batch((2, 3, 2, 1, 1))),
+    "prompts that take from no one": (FIELD, batch((2, 3, 0, 0, 1))),
+    "prompts behind more than is held": (ORDER, batch((2, 4, 3, 1, 0))),
+    "a later chunk of prompts together": (UID, batch((2, 3, 0, 0, 0)), prompt(2, 3, 4, 1)),
+    "an Ack of nothing": (ORDER, ack(FIRST)),
+    "an Ack twice": (ORDER, step(1), ack(FIRST), ack(FIRST)),
+    "Acks out of order": (ORDER, step(1), step(1), ack(FIRST + 1)),
+    "an Ack of a stop": (ORDER, stop(1), ack(FIRST)),
+    **{f"{type(command).__name__} before the Ack": (ORDER, step(1), command) for command in COMMANDS},
 }
 
-PIPE_CASES: dict[str, tuple[Sequence[tuple[Side, msg.Message]], tuple[Side, msg.Message], Code]] = {
-    "a uid twice": ([], (UP, msg.Generate(1, (5,), 9)), Code.WRONG_UID),
-    "uids that go back": ([(UP, msg.Generate(9, (5,), 9))], (UP, msg.Generate(8, (5,), 9)), Code.WRONG_UID),
-    "a Cancel before its Generate": ([], (UP, msg.Cancel(2)), Code.WRONG_UID),
-    "a Delta for a stranger": ([], (DOWN, delta((2, 0))), Code.WRONG_UID),
-    "a Delta after Finished": ([(DOWN, finished(1))], (DOWN, delta((1, 0))), Code.WRONG_UID),
-    "a Delta after its Error": ([(DOWN, failed(1))], (DOWN, delta((1, 0))), Code.WRONG_UID),
-    "a first token that is not 0": ([], (DOWN, delta((1, 1))), Code.OUT_OF_ORDER),
-    "a gap": ([(DOWN, delta((1, 0)))], (DOWN, delta((1, 2))), Code.OUT_OF_ORDER),
-    "a repeat": ([(DOWN, delta((1, 0)))], (DOWN, delta((1, 0))), Code.OUT_OF_ORDER),
-    "a repeat in one Delta": ([], (DOWN, delta((1, 0), (1, 0))), Code.OUT_OF_ORDER),
-    "lists of two lengths": ([], (DOWN, msg.Delta((1,), (0, 1), (9,))), Code.FIELD_INVALID),
-    "Accepted for a stranger": ([], (DOWN, msg.Accepted(2)), Code.WRONG_UID),
-    "Prefilled for a stranger": ([], (DOWN, msg.Prefilled(2, 5, 0)), Code.WRONG_UID),
-    "Prefilled after its Error": ([(DOWN, failed(1))], (DOWN, msg.Prefilled(1, 5, 0)), Code.WRONG_UID),
-    "Accepted after its Error": ([(DOWN, failed(1))], (DOWN, msg.Accepted(1)), Code.WRONG_UID),
-    "fewer scores than tokens": ([], (DOWN, scored(tokens=2)), Code.FIELD_INVALID),
-    "more scores than tokens": ([], (DOWN, scored(logprobs=2)), Code.FIELD_INVALID),
-    "fewer alternatives": ([], (DOWN, scored(tokens=2, logprobs=2, top=2, tops=3)), Code.FIELD_INVALID),
-    "alternatives not counted": ([], (DOWN, scored(tops=1)), Code.FIELD_INVALID),
-    "alternatives without scores": (
-        [],
-        (DOWN, msg.ScoredDelta(1, 0, (9,), (-1.0,), 1, (9,), ())),
-        Code.FIELD_INVALID,
-    ),
-    "scores that start late": ([], (DOWN, scored(1)), Code.OUT_OF_ORDER),
-    "a gap after scores": ([(DOWN, scored(tokens=3, logprobs=3))], (DOWN, delta((1, 2))), Code.OUT_OF_ORDER),
-    "scores after Finished": ([(DOWN, finished(1))], (DOWN, scored()), Code.WRONG_UID),
-    "Finished twice": ([(DOWN, finished(1))], (DOWN, finished(1)), Code.WRONG_UID),
-    "Finished after Error": ([(DOWN, failed(1))], (DOWN, finished(1)), Code.WRONG_UID),
-    "an Error for a stranger": ([], (DOWN, failed(2)), Code.WRONG_UID),
-    "a Pong unasked": ([], (DOWN, PONG), Code.OUT_OF_ORDER),
-    "a Pong twice": ([(UP, msg.Ping()), (DOWN, PONG)], (DOWN, PONG), Code.OUT_OF_ORDER),
+PIPE_CASES: Cases = {
+    "a uid twice": (UID, msg.Generate(1, (5,), 9)),
+    "uids that go back": (UID, msg.Generate(9, (5,), 9), msg.Generate(8, (5,), 9)),
+    "a Cancel before its Generate": (UID, msg.Cancel(2)),
+    "a Delta for a stranger": (UID, delta((2, 0))),
+    "a Delta after Finished": (UID, finished(1), delta((1, 0))),
+    "a Delta after its Error": (UID, failed(1), delta((1, 0))),
+    "a first token that is not 0": (ORDER, delta((1, 1))),
+    "a gap": (ORDER, delta((1, 0)), delta((1, 2))),
+    "a repeat": (ORDER, delta((1, 0)), delta((1, 0))),
+    "a repeat in one Delta": (ORDER, delta((1, 0), (1, 0))),
+    "lists of two lengths": (FIELD, msg.Delta((1,), (0, 1), (9,))),
+    "Accepted for a stranger": (UID, msg.Accepted(2)),
+    "Prefilled for a stranger": (UID, msg.Prefilled(2, 5, 0)),
+    "Prefilled after its Error": (UID, failed(1), msg.Prefilled(1, 5, 0)),
+    "Accepted after its Error": (UID, failed(1), msg.Accepted(1)),
+    "fewer scores than tokens": (FIELD, scored(tokens=2)),
+    "more scores than tokens": (FIELD, scored(logprobs=2)),
+    "fewer alternatives": (FIELD, scored(tokens=2, logprobs=2, top=2, tops=3)),
+    "alternatives not counted": (FIELD, scored(tops=1)),
+    "alternatives without scores": (FIELD, msg.ScoredDelta(1, 0, (9,), (-1.0,), 1, (9,), ())),
+    "scores that start late": (ORDER, scored(1)),
+    "a gap after scores": (ORDER, scored(tokens=3, logprobs=3), delta((1, 2))),
+    "scores after Finished": (UID, finished(1), scored()),
+    "Finished twice": (UID, finished(1), finished(1)),
+    "Finished after Error": (UID, failed(1), finished(1)),
+    "an Error for a stranger": (UID, failed(2)),
+    "a Pong unasked": (ORDER, PONG),
+    "a Pong twice": (ORDER, msg.Ping(), PONG, PONG),
 }
 
 GONE = msg.Gathered(0, b"", "rank 1 is gone")
 BYTES = msg.SideChannel(1, b"abcd")
-ROUND_CASES: dict[str, tuple[Sequence[tuple[Side, msg.Message]], tuple[Side, msg.Message], Code]] = {
-    "a first round that is not 1": ([], (DOWN, msg.SideChannel(2, b"")), Code.OUT_OF_ORDER),
-    "a round before the answer": ([(DOWN, BYTES)], (DOWN, msg.SideChannel(2, b"")), Code.OUT_OF_ORDER),
-    "a round twice": ([(DOWN, BYTES), (UP, msg.Gathered(1, b""))], (DOWN, BYTES), Code.OUT_OF_ORDER),
-    "an answer to no question": ([], (UP, msg.Gathered(0, b"")), Code.OUT_OF_ORDER),
-    "an answer twice": (
-        [(DOWN, BYTES), (UP, msg.Gathered(1, b""))],
-        (UP, msg.Gathered(1, b"")),
-        Code.OUT_OF_ORDER,
-    ),
-    "an answer to another round": ([(DOWN, BYTES)], (UP, msg.Gathered(2, b"")), Code.OUT_OF_ORDER),
-    "an error with bytes": ([(DOWN, BYTES)], (UP, msg.Gathered(1, b"abcd", "no")), Code.FIELD_INVALID),
-    "an error twice": ([(UP, GONE)], (UP, GONE), Code.OUT_OF_ORDER),
-    "an answer after the error": ([(DOWN, BYTES), (UP, GONE)], (UP, msg.Gathered(1, b"")), Code.OUT_OF_ORDER),
+ROUND_CASES: Cases = {
+    "a first round that is not 1": (ORDER, msg.SideChannel(2, b"")),
+    "a round before the answer": (ORDER, BYTES, msg.SideChannel(2, b"")),
+    "a round twice": (ORDER, BYTES, msg.Gathered(1, b""), BYTES),
+    "an answer to no question": (ORDER, msg.Gathered(0, b"")),
+    "an answer twice": (ORDER, BYTES, msg.Gathered(1, b""), msg.Gathered(1, b"")),
+    "an answer to another round": (ORDER, BYTES, msg.Gathered(2, b"")),
+    "an error with bytes": (FIELD, BYTES, msg.Gathered(1, b"abcd", "no")),
+    "an error twice": (ORDER, GONE, GONE),
+    "an answer after the error": (ORDER, BYTES, GONE, msg.Gathered(1, b"")),
 }
 """Of a rank that forms the group."""
 
@@ -314,11 +264,15 @@ CASES = [(link, name) for link, cases in TABLES.items() for name in cases]
 
 
 def after(link: LinkKind, name: str) -> tuple[Pair, Side, msg.Message, Code]:
-    said, (side, wrong), code = TABLES[link][name]
+    code, *said, wrong = TABLES[link][name]
     pair = pair_in(link, LinkState.LINKED if link is LinkKind.PIPE else LinkState.LOADED)
-    for sender, message in said:
-        pair.move(sender, message)
-    return pair, side, wrong, code
+    for message in said:
+        pair.move(side_of(message), message)
+    return pair, side_of(wrong), wrong, code
+
+
+def side_of(message: msg.Message) -> Side:
+    return Side.LOWER if isinstance(message, DOWN) else Side.UPPER
 
 
 @pytest.mark.parametrize(("link", "name"), CASES)

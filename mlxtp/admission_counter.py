@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 
 
 class AdmissionCounter:
-    """Admits at most `most` at a time, at most `most_of_one` of them from one source."""
+    """Counter that admits at most `most` at a time, and at most `most_of_one` of them from one source."""
 
     def __init__(self, most: int, most_of_one: int) -> None:
         self._most = most

@@ -11,7 +11,6 @@ _RING_STEP = 64
 
 
 def bounded(wanted: int, *, large_buffers: bool) -> int:
-    """Return the tokens of the largest chunk of a prompt that is `wanted` tokens long."""
     return min(wanted, BUFFERED) if large_buffers else wanted
 
 

@@ -227,8 +227,6 @@ class PrintableLines(logging.Formatter):
 
 
 class TextLines(PrintableLines):
-    """Printable lines with the id of the present request."""
-
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
         return line if (account := current()) is None else f"{line} [{account.id}]"

@@ -75,7 +75,6 @@ class Verb:
         return cls(**given)
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the request, without defaults."""
         return {each.name: value for each in fields(self) if (value := vars(self)[each.name]) != each.default}
 
     def parsed(self) -> dict[str, Any]:

@@ -269,7 +269,6 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
 def links(
     topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]
 ) -> list[NodeLink]:
-    """Return the best link of each pair of nodes that has one."""
     found = []
     for a, b in combinations(sorted(nodes), 2):
         trip = trip_us(a, b)

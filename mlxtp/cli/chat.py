@@ -97,7 +97,6 @@ class Talk:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def save(self, path: Path) -> None:
-        """Write the conversation to a new file. Raises UserError if it exists or cannot be written."""
         if path.suffix == ".json":
             talk = {**self.options, "messages": self.all()}
             content = json.dumps(talk, ensure_ascii=False, indent=2) + "\n"

@@ -263,7 +263,6 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
-    """Run `work` to its end or until a signal. Either way everything is shut down in order."""
     with importing():
         import asyncio
 

@@ -236,7 +236,6 @@ def kernels(bed: Bed) -> Row:
 
 
 def watts(bed: Bed) -> Row:
-    """Measure the power of this Mac's chip, idle and while the embedded model answers."""
     bed.say("watts, idle and answering")
     try:
         idle = qualify_here.watts()
@@ -307,7 +306,6 @@ def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str])
 
 
 def links(bed: Bed, idle_s: float) -> Iterator[Row]:
-    """Time sums over the group's links, and again after they have idled."""
     first: dict[str, Any] = {}
 
     def measure(what: str) -> Row:

@@ -102,7 +102,6 @@ def program_here() -> str:
 
 
 def identity_here(settings: Settings) -> IdentityFacts:
-    """Read the identity from the home without changing it."""
     identity, problem = stored(settings.home)
     try:
         keys, keys_problem = len(KeyFile(settings.home).load()), ""

@@ -60,7 +60,6 @@ class SeederElection:
         node.rounds.add(self._advance)
 
     def announce(self, job: ModelTransfer) -> None:
-        """Publish how much of a model this node has."""
         if job.own is None:
             return
         port = self._port if job.lends(self._node.node_id) else 0
@@ -381,7 +380,6 @@ class TransferCoordinator:
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
-        """Start a transfer. Raises ModelError for too many."""
         job = self.table.of(name)
         job.everywhere = everywhere or job.everywhere
         if job.ends:

@@ -61,32 +61,18 @@ def total(found: Description, field: str) -> int:
     return sum(getattr(part, field) for part in (found.embedding, *found.layers, found.head))
 
 
+FIGURES = (
+    *("family", "hidden", "vocabulary", "experts", "picked", "bits", "group", "kernels", "collectives"),
+    *("mlp_bytes", "unsharable", "uncuttable"),
+)
+
+
 def figures(found: Description) -> dict[str, Any]:
     """What is recorded of a description."""
-    told = {
-        name: getattr(found, name)
-        for name in (
-            "family",
-            "hidden",
-            "vocabulary",
-            "experts",
-            "picked",
-            "bits",
-            "group",
-            "kernels",
-            "collectives",
-            "mlp_bytes",
-            "unsharable",
-            "uncuttable",
-        )
-    }
-    sizes = {
-        field: total(found, field) for field in PartFacts.__slots__ if field not in ("kv_heads", "window")
-    }
     caches = [name for name in found.caches.__slots__ if getattr(found.caches, name) is True]
     all_of_it = {
-        **told,
-        **sizes,
+        **{name: getattr(found, name) for name in FIGURES},
+        **{name: total(found, name) for name in PartFacts.__slots__ if name not in ("kv_heads", "window")},
         "layers": len(found.layers),
         "kv_heads": sorted({layer.kv_heads for layer in found.layers}),
         "windows": sorted({layer.window for layer in found.layers} - {0}),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.engine.kv_cache import SHORTEST_HIT, Hit, PrefixCache, capacity
+
+from .tables import cases
 
 A = tuple(range(100, 140))
 B = tuple(range(200, 240))
@@ -23,14 +28,6 @@ def cache(budget: int = 1_000, entries: int = 10, shortest: int = SHORTEST_HIT) 
 # --- hits ------------------------------------------------------------------------------------------------
 
 
-def test_the_second_turn_finds_the_first() -> None:
-    kept = cache()
-    assert kept.keep(1, A) == ()
-    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
-    assert kept.find(A[:30] + QUESTION) == Hit(1, 30, whole=False)
-    assert kept.find(B + QUESTION) is None
-
-
 def test_one_token_is_left_to_feed() -> None:
     kept = cache()
     kept.keep(1, A)
@@ -38,22 +35,6 @@ def test_one_token_is_left_to_feed() -> None:
     assert kept.find(A[:20]) == Hit(1, 19, whole=False)
     assert kept.find(()) is None
     assert cache(shortest=0).find((1,)) is None
-
-
-def test_too_little_in_common_is_no_hit() -> None:
-    kept = cache(shortest=16)
-    kept.keep(1, A)
-    assert kept.find(A[:15] + B) is None
-    assert kept.find(A[:16] + B) == Hit(1, 16, whole=False)
-    assert kept.find(A[:16]) is None
-
-
-def test_the_longest_prefix_wins() -> None:
-    kept = cache()
-    for uid, length in ((1, 20), (2, 35), (3, 28)):
-        kept.keep(uid, (*A[:length], uid))
-    assert kept.find(A) == Hit(2, 35, whole=False)
-    assert kept.find((*A[:28], 3, 9, 9)) == Hit(3, 29, whole=True)
 
 
 def test_a_running_sequence_shares_its_prompt() -> None:
@@ -68,33 +49,7 @@ def test_a_running_sequence_shares_its_prompt() -> None:
     assert kept.find(A + QUESTION) is None
 
 
-def test_what_may_be_taken_over_is_preferred_to_what_runs() -> None:
-    kept = cache()
-    kept.share(7, A)
-    kept.keep(1, A)
-    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
-
-
-def test_a_sequence_that_ends_is_kept_and_runs_no_longer() -> None:
-    kept = cache()
-    kept.share(7, A)
-    kept.keep(7, A + QUESTION)
-    assert kept.find(A + QUESTION + B) == Hit(7, 43, whole=True)
-    kept.take(7)
-    assert kept.find(A + QUESTION + B) is None
-
-
 # --- room ------------------------------------------------------------------------------------------------
-
-
-def test_the_least_recently_used_makes_room() -> None:
-    kept = cache(budget=192)
-    for uid in (1, 2, 3):
-        kept.keep(uid, (uid, *A[1:]))
-    kept.touch(1)
-    assert kept.keep(4, B) == (2,)
-    assert kept.keep(5, B[:1] + A + A[:-1]) == (3, 1)
-    assert kept.positions == 64 + 96
 
 
 def test_a_kept_cache_counts_as_the_room_that_its_arrays_may_hold() -> None:
@@ -107,47 +62,6 @@ def test_a_kept_cache_counts_as_the_room_that_its_arrays_may_hold() -> None:
     assert kept.keep(3, range(97)) == (3,)  # room for 128
     kept.take(2)
     assert kept.positions == 0
-
-
-def test_at_most_the_allowed_entries() -> None:
-    kept = cache(entries=2)
-    assert [kept.keep(uid, (uid, *A)) for uid in (1, 2, 3)] == [(), (), (1,)]
-    assert cache(entries=0).keep(1, A) == (1,)
-
-
-def test_what_can_never_be_used_is_refused() -> None:
-    kept = cache(budget=70)
-    kept.keep(1, A)
-    assert kept.keep(2, range(71)) == (2,)
-    assert kept.keep(3, B[:15]) == (3,)
-    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
-
-
-def test_a_longer_conversation_supersedes_the_shorter() -> None:
-    kept = cache()
-    kept.keep(1, A)
-    kept.keep(2, B)
-    assert kept.keep(3, A + QUESTION) == (1,)
-    assert kept.positions == 64 + 64
-
-
-def test_what_a_kept_cache_holds_already_is_refused_and_keeps_that_one_young() -> None:
-    kept = cache(budget=128)
-    kept.keep(1, A)
-    kept.keep(2, B)
-    assert kept.keep(3, A[:20]) == (3,)
-    assert kept.keep(4, A) == (4,)
-    assert kept.keep(5, B[1:]) == (2,)
-
-
-def test_evicting_frees_as_much_as_asked_or_all() -> None:
-    kept = cache()
-    for uid in (1, 2, 3):
-        kept.keep(uid, (uid, *A[1:]))
-    assert kept.evict(0) == ()
-    assert kept.evict(65) == (1, 2)
-    assert kept.evict(1_000) == (3,)
-    assert (kept.evict(1), kept.positions) == ((), 0)
 
 
 def test_taking_and_unsharing() -> None:
@@ -165,19 +79,6 @@ def test_taking_and_unsharing() -> None:
         kept.keep(1, B)
     kept.take(1)
     assert (kept.find(A + QUESTION), kept.positions) == (None, 0)
-
-
-def test_prompts_of_another_salt_share_nothing() -> None:
-    kept = cache()
-    kept.keep(1, A, salt=7)
-    kept.share(2, (*A, *B), salt=7)
-    for other in (0, 6, 7 + (1 << 32), 7 << 32):
-        assert kept.find((*A, *B), salt=other) is None
-        assert kept.keep(3, A, salt=other) == ()
-        assert kept.find(A + QUESTION, salt=other) == Hit(3, 40, whole=True)
-        assert kept.take(3) == 40
-    assert kept.find((*A, *B), salt=7) == Hit(2, 79, whole=False)
-    assert kept.find(A + QUESTION, salt=7) == Hit(1, 40, whole=True)
 
 
 def test_caches_that_cannot_be_cut_are_of_one_salt_too() -> None:
@@ -250,19 +151,76 @@ class Plain:
         return tuple(freed)
 
 
-TOKENS = st.lists(st.integers(0, 1), max_size=9).map(
-    lambda bits: tuple(bit for bit in bits for _ in range(30))
-)
-SALTS = st.sampled_from([0, 0, 0, 1 << 32])
+Step = tuple[str, tuple[int, ...], int]
+C, D, Q = (2, *A[1:]), (3, *A[1:]), QUESTION
+
+
+def each(what: str) -> Callable[..., list[Step]]:
+    """Steps of a kind, one with each text."""
+    return lambda *texts, salt=0: [(what, text, salt) for text in texts]
+
+
+keep, find, share, end, evict, take = map(each, ("keep", "find", "share", "end", "evict", "take"))
+
+
+def told(*parts: list[Step], budget: int = 1000, entries: int = 10) -> tuple[Any, ...]:
+    return list(chain(*parts)), budget, entries, 16
+
+
+STORIES = {
+    "the second turn finds the first": told(keep(A), find(A + Q, A[:30] + Q, B + Q)),
+    "too little in common is no hit": told(keep(A), find(A[:15] + B, A[:16] + B, A[:16])),
+    "the longest prefix wins": told(
+        keep((*A[:20], 1), (*A[:35], 2), (*A[:28], 3)), find(A, (*A[:28], 3, 9, 9))
+    ),
+    "what may be taken over is preferred to what runs": told(share(A), keep(A), find(A + Q)),
+    "a sequence that ends is kept and runs no longer": told(
+        share(A), end(A + Q), find(A + Q + B), take(()), find(A + Q + B)
+    ),
+    "the least recently used makes room": told(
+        keep(A, C, D), find(A + Q), keep(B, B[:1] + A + B), budget=192
+    ),
+    "at most the allowed entries": told(keep(A, C, D), entries=2),
+    "none are allowed": told(keep(A), entries=0),
+    "what can never be used is refused": told(keep(A, tuple(range(71)), B[:15]), find(A + Q), budget=70),
+    "a longer conversation supersedes the shorter": told(keep(A, B, A + Q)),
+    "what is held already is refused and keeps that one young": told(
+        keep(A, B, A[:20], A, B[1:]), budget=128
+    ),
+    "evicting frees as much as asked or all": told(keep(A, C, D), evict((), A + B[:25], A, A)),
+    "prompts of another salt share nothing": told(
+        keep(A, salt=7),
+        share(A + B, salt=7),
+        *(find(A + B, salt=salt) + keep(A, salt=salt) for salt in (0, 6, 7 + (1 << 32), 7 << 32)),
+        find(A + B, A + Q, salt=7),
+    ),
+}
+
+
+@cases("steps, budget, entries, shortest", STORIES)
+def test_a_story_goes_as_in_the_plain_model(
+    steps: list[Step], budget: int, entries: int, shortest: int
+) -> None:
+    assert_same(steps, budget, entries, shortest)
+
+
+#: Texts that go different ways, all or some of them, after so many tokens.
+TEXTS = [tuple([way if at >= turn else 0 for at in range(270)]) for turn in (0, 60, 150) for way in (1, 2)]
+TOKENS = st.tuples(st.sampled_from(TEXTS), st.integers(0, 9)).map(lambda part: part[0][: 30 * part[1]])
+SALTS = st.sampled_from([0, 0, 0, 0, 7, 7 + (1 << 32)])
 STEP = st.sampled_from(["keep", "keep", "share", "end", "find", "find", "evict", "take"])
 STEPS = st.lists(st.tuples(STEP, TOKENS, SALTS), max_size=40)
 
 
 @given(STEPS, st.integers(0, 1000), st.integers(0, 4), st.sampled_from([0, 16, 40, 90]))
 @settings(max_examples=150)
-def test_it_does_what_the_plain_model_does(
-    steps: list[tuple[str, tuple[int, ...], int]], budget: int, entries: int, shortest: int
+def test_any_story_goes_as_in_the_plain_model(
+    steps: list[Step], budget: int, entries: int, shortest: int
 ) -> None:
+    assert_same(steps, budget, entries, shortest)
+
+
+def assert_same(steps: list[Step], budget: int, entries: int, shortest: int) -> None:
     """Hits are the longest, budget and count hold, what runs is not evicted, all that goes is named."""
     real, plain = PrefixCache(budget, entries, shortest), Plain(budget, entries, shortest)
     for uid, (step, tokens, salt) in enumerate(steps, 1):

@@ -158,9 +158,7 @@ def test_what_passes_fills_the_file_and_nothing_else(table: dict[str, Any], data
 _TYPES = {"F32": mx.float32, "U8": mx.uint8, "BF16": mx.bfloat16, "I64": mx.int64}
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from([*_TYPES]), st.lists(st.integers(0, 4), max_size=4)), max_size=5),
-)
+@given(st.lists(st.tuples(st.sampled_from([*_TYPES]), st.lists(st.integers(0, 4), max_size=4)), max_size=5))
 def test_what_mlx_makes_of_a_file_that_passes_is_what_the_header_says(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[str, list[int]]]
 ) -> None:

@@ -262,6 +262,7 @@ def _in_place(x: mx.array, *_: Any) -> mx.array:
     return x
 
 
+READS_MORE = "each layer reads more of those before it"
 WAYS: Mapping[str, tuple[Callable[..., mx.array], list[int]]] = {
     "hidden states alone": (_one_by_one, []),
     "those of the layer before, twice": (partial(_one_by_one, at_2=lambda kept, _: kept[2]), [2]),
@@ -315,10 +316,7 @@ def test_numbers_and_arrays_that_are_of_no_layer_may_be_positions(position: Call
 @pytest.mark.parametrize(
     ("forward", "why"),
     [
-        (
-            partial(_one_by_one, end=lambda x, kept, _: x + kept[0]),
-            "each layer reads more of those before it",
-        ),
+        (partial(_one_by_one, end=lambda x, kept, _: x + kept[0]), READS_MORE),
         (lambda layers, *given: _one_by_one(layers[::-1], *given), "layer 3 runs after layer 4"),
         (lambda layers, *given: _one_by_one(layers[:4], *given), "not all of its layers are called"),
         (lambda layers, *given: _one_by_one([*layers[:4], layers[0]], *given), "layer 0 runs twice"),
@@ -373,40 +371,14 @@ def test_stages_keep_quantized_keys_and_values(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(*pipeline(folder, (1, 2, 1)), kv_bits=8), expected)
 
 
-@pytest.mark.parametrize(("split", "fits"), [((4, 2), True), ((3, 3), False), ((1, 5), False)])
-def test_a_layer_is_on_the_rank_whose_keys_and_values_it_reads(
-    tmp_path: Path, split: tuple[int, ...], fits: bool
-) -> None:
-    sharing = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
-    folder = some_model(tmp_path / "model", "gemma4_text", **{**sharing, "num_kv_shared_layers": 2})
-    if not fits:
-        with pytest.raises(
-            ModelError, match=r"layer \d reads more of those before it than hidden states; give one rank both"
-        ):
-            pipeline(folder, split)
-        return
-    whole, _ = load_model(folder)
-    assert len(make_cache(whole)) == 4
-    models, stages = pipeline(folder, split)
-    assert [len(make_cache(model)) for model in models] == [2, 2]
-    np.testing.assert_allclose(logits(models, stages), logits([whole], [None]), atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [
         ("iquestloopcoder", {}, "not all of its layers are called"),
         ("nanbeige", {}, "layer 0 runs twice"),
         ("gptj", {}, "layer 0 is given its input by name"),
-        (
-            "gemma4_text",
-            {**GEMMA4, "hidden_size_per_layer_input": 8},
-            "each layer reads more of those before",
-        ),
-        *(
-            (family, {}, "each layer reads more of those before it")
-            for family in ("kimi_k3", "rwkv7", "talkie")
-        ),
+        ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 8}, READS_MORE),
+        *((family, {}, READS_MORE) for family in ("kimi_k3", "rwkv7", "talkie")),
     ],
 )
 def test_a_model_with_more_between_its_layers_than_hidden_states_is_refused(
@@ -454,26 +426,34 @@ def test_hidden_states_of_another_forward_are_found() -> None:
         HiddenStates(None, mx.array([4], dtype=mx.uint32)).wait(5)
 
 
-def test_rank_0_holds_a_forward_until_it_needs_it_or_has_sent_as_many_frames_as_there_are_other_stages() -> (
-    None
-):
-    stage = SimpleNamespace(chooses=True, ranks=3)
-    border = Border(stage, None)  # type: ignore[arg-type]
-    arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(1, 5)]
+def border_of(*, chooses: bool, ranks: int = 2) -> Border:
+    return Border(SimpleNamespace(chooses=chooses, ranks=ranks), None)  # type: ignore[arg-type]
 
-    def held() -> list[int]:
-        return [each.forward for each in border._held]
 
+def arrived(forward: int) -> HiddenStates:
+    return HiddenStates(None, mx.array([forward], dtype=mx.uint32))
+
+
+def submit(border: Border, forward: int, given: HiddenStates | None = None) -> None:
+    border.submit(forward, given or arrived(forward), mx.ones(1))
+
+
+def held(border: Border) -> list[int]:
+    return [each.forward for each in border._held]
+
+
+def test_rank_0_holds_a_forward_until_it_needs_it_or_has_sent_as_many_frames_as_other_stages_are() -> None:
+    border = border_of(chooses=True, ranks=3)
     for forward in (1, 2):
         border.make_way()
-        border.submit(forward, arrived[forward - 1], mx.ones(1))
-    assert held() == [1, 2]
+        submit(border, forward)
+    assert held(border) == [1, 2]
     border.make_way()
-    assert held() == [2]
-    border.submit(3, arrived[2], mx.ones(1))
+    assert held(border) == [2]
+    submit(border, 3)
     border.flush(2)
-    assert held() == [3]
-    border.submit(4, arrived[0], mx.ones(1))
+    assert held(border) == [3]
+    submit(border, 4, arrived(1))
     with pytest.raises(GroupError, match="forward 1, not 4"):
         border.flush()
 
@@ -519,44 +499,42 @@ def test_tokens_of_another_forward_are_refused(tokens: tuple[int, tuple[int, ...
 
 
 def test_a_stage_computes_a_step_when_its_tokens_have_come_and_those_behind_it_then_too() -> None:
-    border = Border(SimpleNamespace(chooses=False, ranks=2), None)  # type: ignore[arg-type]
+    border = border_of(chooses=False)
     border.tokens.joined(chosen(1, 7), None)
-    border.submit(1, HiddenStates(), mx.ones(1))
+    submit(border, 1, HiddenStates())
     border.tokens.feed(Forward((7,), (3,)), 1, 2)
-    border.submit(2, HiddenStates(), mx.ones(1))
-    border.submit(3, HiddenStates(), mx.ones(1))
-    assert [each.forward for each in border._held] == [2, 3]
+    submit(border, 2, HiddenStates())
+    submit(border, 3, HiddenStates())
+    assert held(border) == [2, 3]
     border.supply(1, (70,))
-    assert not border._held
+    assert not held(border)
 
 
 def test_rank_0_computes_the_step_of_another_lane_before_it_goes_on() -> None:
-    border = Border(SimpleNamespace(chooses=True, ranks=2), None)  # type: ignore[arg-type]
-    arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(5)]
-    border.tokens.joined(chosen(1, 7), None)
-    border.tokens.joined(chosen(2, 8), None)
+    border = border_of(chooses=True)
+    for forward, uid in ((1, 7), (2, 8)):
+        border.tokens.joined(chosen(forward, uid), None)
     for forward, uid in ((3, 7), (4, 8)):
         border.tokens.feed(Forward((uid,), (3,)), 1, forward)
-        border.submit(forward, arrived[forward], mx.ones(1))
+        submit(border, forward)
         border.tokens.chose(chosen(forward, uid), None)
     border.supply(1, (70,))
     border.supply(2, (80,))
-    assert [each.forward for each in border._held] == [4], "3 is of another lane than 2"
+    assert held(border) == [4], "3 is of another lane than 2"
     border.supply(3, (71,))
-    assert not border._held
+    assert not held(border)
 
 
 def test_rank_0_sends_the_next_chunk_of_a_prompt_before_it_waits_for_the_one_on_its_way() -> None:
-    border = Border(SimpleNamespace(chooses=True, ranks=2), None)  # type: ignore[arg-type]
-    arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(4)]
+    border = border_of(chooses=True)
     border.tokens.joined(chosen(1, 7), None)
     border.tokens.feed(Forward((7,), (3,)), 1, 2)
-    border.submit(2, arrived[2], mx.ones(1))
-    border.submit(3, arrived[3], mx.ones(1))
+    submit(border, 2)
+    submit(border, 3)
     border.supply(1, (70,))
     border.flush(2)
     border.supply(2, ())
-    assert [each.forward for each in border._held] == [3]
+    assert held(border) == [3]
 
 
 def test_without_a_stage_nothing_is_received_and_nothing_is_held() -> None:

@@ -140,12 +140,8 @@ def test_a_grammar_without_a_waiting_request_is_not_compiled(requests: Requests)
 @pytest.mark.parametrize(
     ("gpu", "score", "kv_bytes", "most"),
     [
-        (
-            True,
-            100,
-            12 << 32,
-            (1 << 32) // 100,
-        ),  # a third of their room is free beside them, a quarter of that
+        # A third of their room is free beside them, a quarter of that.
+        (True, 100, 12 << 32, (1 << 32) // 100),
         (True, 100, 1 << 30, (256 << 20) // 100),
         (True, 0, 1 << 30, requests_module.UNLIMITED),  # attention that keeps none
         (False, 100, 1 << 30, requests_module.UNLIMITED),

@@ -64,6 +64,11 @@ def loaded(folder: Path, **changes: Any) -> ModelShare:
     return load(write_model(folder, **changes), LoneGroup(), lambda: None)
 
 
+def parts_of(folder: Path, **changes: Any) -> tuple[Vocabulary, Any]:
+    whole = loaded(folder, **changes)
+    return whole.vocabulary, whole.model
+
+
 def quantized(bits_: int) -> Callable[[Any], Any]:
     return lambda module: module.to_quantized(group_size=32, bits=bits_)
 
@@ -133,13 +138,7 @@ def test_padding_stays_minus_infinity_when_logits_are_bent(tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "padded"),
-    [
-        (500, [0, 0, 0, 12]),
-        (383, [0, 0, 1, 128]),
-        (509, [0, 0, 0, 3]),
-        (600, [0, 0, 0, 3]),
-        (9, [0, 0, 0, 3]),
-    ],
+    [(500, [0, 0, 0, 12]), (383, [0, 0, 1, 128]), *((count, [0, 0, 0, 3]) for count in (509, 600, 9))],
 )
 def test_ids_that_the_tokenizer_lacks_are_padding(tokens: int, padded: list[int]) -> None:
     for rank, count in enumerate(padded):
@@ -207,8 +206,7 @@ def test_rows_are_cut_and_filled_up_with_zeros() -> None:
 
 
 def test_given_embeddings_are_used_once_and_instead_of_the_tokens(tmp_path: Path) -> None:
-    alone = loaded(tmp_path / "model")
-    vocabulary, model = alone.vocabulary, alone.model
+    vocabulary, model = parts_of(tmp_path / "model")
     assert isinstance(vocabulary.embedding, ShardedEmbedding)
     tokens, others = mx.array([[3, 1, 4]]), mx.array([[9, 9, 9]])
     expected = vocabulary.forward(model, tokens, make_cache(model))
@@ -220,8 +218,7 @@ def test_given_embeddings_are_used_once_and_instead_of_the_tokens(tmp_path: Path
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_one_position_of_each_row_alone(tmp_path: Path, tied: bool) -> None:
-    alone = loaded(tmp_path / "model", tie_word_embeddings=tied)
-    vocabulary, model = alone.vocabulary, alone.model
+    vocabulary, model = parts_of(tmp_path / "model", tie_word_embeddings=tied)
     tokens = mx.array([[3, 1, 4], [1, 5, 9]])
     full = vocabulary.forward(model, tokens, make_cache(model))
     ends = vocabulary.forward(model, tokens, make_cache(model), ends=mx.array([1, 2]))
@@ -233,8 +230,7 @@ def test_one_position_of_each_row_alone(tmp_path: Path, tied: bool) -> None:
 
 
 def test_a_forward_that_fails_leaves_nothing_set(tmp_path: Path) -> None:
-    alone = loaded(tmp_path / "model")
-    vocabulary, model = alone.vocabulary, alone.model
+    vocabulary, model = parts_of(tmp_path / "model")
     tokens = mx.array([[3, 1, 4]])
     expected = vocabulary.forward(model, tokens, make_cache(model))
     with pytest.raises(ValueError, match=r"rms_norm|shape|dimension"):
@@ -243,8 +239,7 @@ def test_a_forward_that_fails_leaves_nothing_set(tmp_path: Path) -> None:
 
 
 def test_forwards_can_be_compiled(tmp_path: Path) -> None:
-    alone = loaded(tmp_path / "model", tie_word_embeddings=False)
-    vocabulary, model = alone.vocabulary, alone.model
+    vocabulary, model = parts_of(tmp_path / "model", tie_word_embeddings=False)
 
     def step(tokens: mx.array, given: mx.array) -> tuple[mx.array, mx.array]:
         local = vocabulary.forward(

@@ -18,7 +18,7 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.messages import Generate
 
 from ..reference import conversation_ids
-from .conftest import BYTE_FALLBACK, SECOND, SECOND_VOCABULARY, WAIT_S, FakeAnswer, Loaded, Server
+from .conftest import BYTE_FALLBACK, ROOM, SECOND, SECOND_VOCABULARY, WAIT_S, FakeAnswer, Loaded, Server
 from .test_app_mutated_bodies import ANSWERED, BODIES, OPERATIONS
 
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -117,6 +117,25 @@ def test_what_is_full_says_when_to_come_back(roomy: Server, path: str) -> None:
         response = post(roomy, path, body)
         assert response.status_code == (529 if path == "/v1/messages" else 429)
         assert response.headers["retry-after"] == "5"
+
+
+BUDGETS: dict[str, tuple[dict[str, Any], ...]] = {
+    "/v1/chat/completions": ({}, {"max_tokens": 10 * ROOM}, {"max_completion_tokens": 10 * ROOM}),
+    "/v1/completions": ({"max_tokens": 10 * ROOM},),
+    "/v1/responses": ({}, {"max_output_tokens": 10 * ROOM}),
+    "/v1/messages": ({"max_tokens": 10 * ROOM},),
+    "/api/chat": ({}, {"options": {"num_predict": 10 * ROOM}}),
+    "/api/generate": ({}, {"options": {"num_predict": 10 * ROOM}}),
+}
+
+
+@pytest.mark.parametrize(("path", "budget"), [(path, each) for path in BUDGETS for each in BUDGETS[path]])
+def test_a_budget_that_does_not_fit_is_as_large_as_fits(
+    roomy: Server, path: str, budget: dict[str, Any]
+) -> None:
+    body = {name: value for name, value in plain(path).items() if name != "max_tokens"}
+    [wanted] = asked(roomy, path, body | budget)
+    assert len(wanted.tokens) + wanted.max_tokens == ROOM
 
 
 @pytest.mark.parametrize("path", ANSWERED)

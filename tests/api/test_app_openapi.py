@@ -16,17 +16,9 @@ from mlxtp.api.adapter import document
 from mlxtp.api.admin import admin_operations
 from mlxtp.api.app import HEALTH, adapters, create_app
 
-from .conftest import FakeBackend, Loaded, Server, says, says_scored
-from .dialects.openai_shapes import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    HealthBody,
-    ListedModel,
-    ModelList,
-)
-from .dialects.test_openai_tools import CALL, TOOLS, answers_with
+from .conftest import FakeBackend, Loaded, Server
 from .test_admin import FakeAdmin
-from .test_app import ask, data_of, get, post
+from .test_app import get
 
 UNDESCRIBED = {"/openapi.json", "/v1/models/", "/"}
 """The description itself, a second spelling, and the page."""
@@ -91,29 +83,3 @@ def test_every_reference_leads_somewhere() -> None:
 def test_ranges_are_told() -> None:
     fields = described()["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("story", ["text", "scores", "calls", "several"])
-def test_answers_have_the_shape_that_is_described(server: Server, story: str, stream: bool) -> None:
-    server.backend.script = says(server.ids("hello"))
-    fields: dict[str, Any] = {"stream": stream}
-    if story == "scores":
-        server.backend.script = says_scored(server.ids("hello"), top=2)
-        fields |= {"logprobs": True, "top_logprobs": 2}
-    elif story == "calls":
-        answers_with(server, f"Sure. {CALL}")
-        fields |= {"tools": TOOLS}
-    elif story == "several":
-        fields |= {"n": 3, "stream_options": {"include_usage": True}}
-    response = post(server, ask(**fields))
-    if stream:
-        assert [ChatCompletionChunk.model_validate_json(each) for each in data_of(response)[:-1]]
-    else:
-        assert ChatCompletion.model_validate_json(response.content)
-
-
-def test_the_other_answers_have_theirs(server: Server) -> None:
-    assert HealthBody.model_validate_json(get(server, "/health").content)
-    assert ModelList.model_validate_json(get(server, "/v1/models").content)
-    assert ListedModel.model_validate_json(get(server, "/v1/models/tiny").content)

@@ -365,63 +365,36 @@ def test_a_longer_beginning_counts_before_a_shorter_one(server: Server) -> None:
 # --- never a wrong prompt ---------------------------------------------------------------------------------
 
 
-def changed(what: str, body: dict[str, Any]) -> None:
-    """Change one thing in the body of a second turn."""
-    system, user, told, result, _ = body["messages"]
-    function = told["tool_calls"][0]["function"]
-    match what:
-        case "system":
-            system["content"] += "!"
-        case "system's space":
-            system["content"] += " "
-        case "user":
-            user["content"] = user["content"].upper()
-        case "text":
-            told["content"] = told["content"].replace("see", "look")
-        case "space in the text":
-            told["content"] = told["content"].replace("me  see", "me see")
-        case "no text":
-            told["content"] = None
-        case "thoughts":
-            told["reasoning_content"] += " no"
-        case "arguments":
-            function["arguments"] = function["arguments"].replace("2", "4")
-        case "kind of an argument":
-            function["arguments"] = function["arguments"].replace('"a":1', '"a":"1"')
-        case "more arguments":
-            function["arguments"] = function["arguments"].replace("{", '{"c": null, ')
-        case "name":
-            function["name"] = "sub"
-        case "no call":
-            del told["tool_calls"]
-            body["messages"].remove(result)
-        case "one more call":
-            told["tool_calls"].append({"id": "x", "type": "function", "function": dict(function)})
-        case "tools":
-            body["tools"] = [*body["tools"], tool_json(replace(ADD, name="sub"))]
-        case "no tools":
-            del body["tools"]
-        case "tool":
-            body["tools"][0]["function"]["description"] = "Adds!"
-        case "order of a schema":
-            schema = body["tools"][0]["function"]["parameters"]
-            schema["properties"] = dict(reversed(schema["properties"].items()))
-        case "template":
-            body["reasoning_effort"] = "high"
-        case "one more message":
-            body["messages"].insert(1, {"role": "user", "content": "Listen."})
-        case "order":
-            body["messages"][:2] = [user, system]
+TOLD, TOOL = ("messages", 2), ("tools", 0, "function")
+GIVEN = (*TOLD, "tool_calls", 0, "function", "arguments")
+OTHER, LISTEN = tool_json(replace(ADD, name="sub")), {"role": "user", "content": "Listen."}
+CHANGES: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
+    "nothing": (("model",), lambda _: "tiny"),
+    "system": (("messages", 0, "content"), lambda old: old + "!"),
+    "system's space": (("messages", 0, "content"), lambda old: old + " "),
+    "user": (("messages", 1, "content"), str.upper),
+    "text": ((*TOLD, "content"), lambda old: old.replace("see", "look")),
+    "space in the text": ((*TOLD, "content"), lambda old: old.replace("me  see", "me see")),
+    "no text": ((*TOLD, "content"), lambda _: None),
+    "thoughts": ((*TOLD, "reasoning_content"), lambda old: old + " no"),
+    "arguments": (GIVEN, lambda old: old.replace("2", "4")),
+    "kind of an argument": (GIVEN, lambda old: old.replace('"a":1', '"a":"1"')),
+    "more arguments": (GIVEN, lambda old: old.replace("{", '{"c": null, ')),
+    "name": ((*GIVEN[:-1], "name"), lambda _: "sub"),
+    "no call": (("messages",), lambda old: [*old[:2], old[2] | {"tool_calls": []}, old[4]]),
+    "one more call": ((*TOLD, "tool_calls"), lambda old: [*old, old[0] | {"id": "x"}]),
+    "tools": (("tools",), lambda old: [*old, OTHER]),
+    "no tools": (("tools",), lambda _: []),
+    "tool": ((*TOOL, "description"), lambda old: old + "!"),
+    "order of a schema": ((*TOOL, "parameters", "properties"), lambda old: dict(reversed(old.items()))),
+    "template": (("reasoning_effort",), lambda _: "high"),
+    "one more message": (("messages",), lambda old: [old[0], LISTEN, *old[1:]]),
+    "order": (("messages",), lambda old: [old[1], old[0], *old[2:]]),
+}
+"""The place in the body of a second turn, and how it is changed."""
 
 
-CHANGES = [
-    "system", "system's space", "user", "text", "space in the text", "no text", "thoughts", "arguments",
-    "kind of an argument", "more arguments", "name", "no call", "one more call", "tools", "no tools", "tool",
-    "order of a schema", "template", "one more message", "order",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("what", ["nothing", *CHANGES])
+@pytest.mark.parametrize("what", CHANGES)
 def test_a_change_makes_it_another_conversation(
     server: Server, text_of_model: tuple[Tokenizer, Text], what: str
 ) -> None:
@@ -432,9 +405,12 @@ def test_a_change_makes_it_another_conversation(
     told = ask(server, first)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "3"}
     body: dict[str, Any] = {"messages": [*first, told, result, {"role": "user", "content": "So?"}]}
-    body = json.loads(json.dumps(body | {"tools": [tool_json(ADD)]}))
-    changed(what, body)
-    ask(server, **body, **({} if "tools" in body else {"tools": []}))
+    holder = body = json.loads(json.dumps(body | {"model": "tiny", "tools": [tool_json(ADD)]}))
+    (*place, last), change = CHANGES[what]
+    for key in place:
+        holder = holder[key]
+    holder[last] = change(holder[last] if last != "reasoning_effort" else None)
+    ask(server, **body)
     found = backend.requests[1].tokens
     assert found == prompt_of_a_stranger(text_of_model, body) or what == "nothing"
     assert (common(backend.held[0], found) == len(backend.held[0])) == (what == "nothing")
@@ -447,7 +423,7 @@ def prompt_of_a_stranger(text_of_model: tuple[Tokenizer, Text], body: dict[str, 
     backend.begin(tokenizer)
     backend.say("ok</s>")
     with serving(backend, tokenizer) as other:
-        ask(other, **body, **({} if "tools" in body else {"tools": []}))
+        ask(other, **body)
     return backend.request.tokens
 
 

@@ -212,10 +212,7 @@ def test_pydantics_schemas_are_enforced(text: Text, grammars: Grammars) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "right", "wrong"),
-    [
-        ("date", "2026-11-23", "0000-11-23"),
-        ("date-time", "2026-11-23T09:30:00.5Z", "2026-11-23t09:30:00Z"),
-    ],
+    [("date", "2026-11-23", "0000-11-23"), ("date-time", "2026-11-23T09:30:00.5Z", "2026-11-23t09:30:00Z")],
 )
 def test_a_date_is_one_that_libraries_read(
     text: Text, grammars: Grammars, kind: str, right: str, wrong: str

@@ -207,10 +207,7 @@ def test_a_conversation_is_of_the_key_that_began_it(server: Door, backend: FakeB
     first = own.responses.create(input="hello")
     named: Any = [{"type": "item_reference", "id": first.output[0].id}]
     asked: Any = [{"role": "user", "content": "go on"}]
-    for going_on in (
-        {"input": asked + named + asked},
-        {"input": asked, "previous_response_id": first.id},
-    ):
+    for going_on in ({"input": asked + named + asked}, {"input": asked, "previous_response_id": first.id}):
         assert own.responses.create(**going_on).output
         with pytest.raises((openai.BadRequestError, openai.NotFoundError), match="is not known here"):
             other.responses.create(**going_on)

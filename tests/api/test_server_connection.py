@@ -269,12 +269,7 @@ CLOSE = b"Connection: close\r\nHost"
 
 @pytest.mark.parametrize(
     ("head", "behind"),
-    [
-        (HEAD, (b"\r\n",)),
-        (HEAD, (GET,)),
-        (HEAD, (GET, GET)),
-        (HEAD.replace(b"Host", CLOSE), (b"\r\n",)),
-    ],
+    [(HEAD, (b"\r\n",)), (HEAD, (GET,)), (HEAD, (GET, GET)), (HEAD.replace(b"Host", CLOSE), (b"\r\n",))],
     ids=["blank", "request", "requests", "close"],
 )
 async def test_who_leaves_is_seen_behind_what_came_before(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,14 @@ import pytest
 from ..text.templates import TEMPLATES
 from .actor import Stage, common, stage, with_template
 
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
-    },
-}
-LOOK: Any = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
+WORD = {"type": "object", "properties": {"word": {"type": "string"}}}
+LOOK: Any = {"type": "function", "function": {"name": "look_up", "parameters": WORD}}
 CLOSED: Any = {
     "type": "object",
     "properties": {"answer": {"type": "integer"}, "word": {"type": "string", "maxLength": 9}},
     "required": ["answer"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def acting() -> Iterator[Stage]:
-    with stage() as found:
-        yield found
 
 
 def client(found: Stage) -> openai.OpenAI:
@@ -51,30 +32,6 @@ def user(text: str) -> dict[str, Any]:
 
 def chat(found: Stage, *messages: Any, **more: Any) -> Any:
     return client(found).chat.completions.create(model="actor", messages=list(messages), **more).choices[0]
-
-
-def test_dictated_text_comes_back(acting: Stage) -> None:
-    assert chat(acting, user('DO say "Guten Tag, 世界"')).message.content == "Guten Tag, 世界"
-
-
-def test_a_dictated_call_and_its_result_and_the_shared_prompt(acting: Stage) -> None:
-    asked = user('DO call look_up {"n": 5}')
-    first = chat(acting, asked, tools=[TOOL])
-    assert first.finish_reason == "tool_calls"
-    [call] = first.message.tool_calls
-    assert (call.function.name, call.function.arguments) == ("look_up", '{"n": 5}')
-    told = {"role": "tool", "tool_call_id": call.id, "content": "FALCON"}
-    second = chat(acting, asked, first.message.model_dump(exclude_none=True), told, tools=[TOOL])
-    assert second.message.content == "The tool returned: FALCON"
-    before, after = acting.ledger[-2:]
-    assert after.shared >= len(before.prompt)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
-def test_a_forced_call_follows_the_grammar(acting: Stage, choice: Any) -> None:
-    answer = chat(acting, user('DO call look_up {"n": 5}'), tools=[TOOL], tool_choice=choice)
-    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"n": 5}
-    assert acting.ledger[-1].grammar
 
 
 def test_a_forced_call_follows_the_rest_of_a_schema_whose_pattern_looks_ahead(acting: Stage) -> None:
@@ -109,13 +66,8 @@ def test_a_rambling_actor_ends_where_the_schema_ends() -> None:
 
 
 def test_common_counts_leading_tokens() -> None:
-    assert [common((1, 2, 3), other) for other in [(), (9,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]] == [
-        0,
-        0,
-        2,
-        2,
-        3,
-    ]
+    others: list[tuple[int, ...]] = [(), (9,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]
+    assert [common((1, 2, 3), other) for other in others] == [0, 0, 2, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["qwen", "mistral", "gpt-oss", "kimi", "minimax", "lfm2", "gemma4"])
@@ -127,10 +79,8 @@ def test_it_speaks_as_models_of_other_templates_do(tmp_path: Path, name: str) ->
         for turn in ("FALCON", "EAGLE"):
             first = chat(acting, *messages, tools=[LOOK])
             [call] = first.message.tool_calls
-            assert (call.function.name, json.loads(call.function.arguments)["word"][:5]) == (
-                "look_up",
-                "zebra",
-            )
+            assert call.function.name == "look_up"
+            assert json.loads(call.function.arguments)["word"].startswith("zebra")
             messages += [first.message.model_dump(exclude_none=True)]
             messages += [{"role": "tool", "tool_call_id": call.id, "content": turn}]
             second = chat(acting, *messages, tools=[LOOK])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .actor import Stage, stage
-from .sessions import DIALECTS, Chat, Messages, Responses
+from .actor import Stage
+from .sessions import Chat, Messages, Responses
 
 FORCED = [
     (Chat, {"type": "function", "function": {"name": "bash"}}),
@@ -21,28 +20,10 @@ NONE = [(Chat, "none"), (Responses, "none"), (Messages, {"type": "none"})]
 WORDS = 'Please. DO call bash {"command": "ls -l"}'
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Stage]:
-    with stage() as found:
-        yield found
-
-
-@pytest.fixture
-def acting(running: Stage) -> Stage:
-    """Return the actor with an empty ledger, so that tests are independent."""
-    running.ledger.clear()
-    return running
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_call_that_the_model_chose_is_reused(acting: Stage, dialect: Any) -> None:
-    session = dialect(acting.url)
-    session.say(WORDS)
-    session.answer()
-    session.returned("total 0")
-    session.answer()
-    first, second = acting.ledger[-2:]
-    assert second.shared >= len(first.prompt) + len(first.answer)
+@pytest.fixture(autouse=True)
+def _nothing_is_known_yet(acting: Stage) -> None:
+    """The ledger is empty, so that tests are independent."""
+    acting.ledger.clear()
 
 
 @pytest.mark.parametrize(("dialect", "choice"), FORCED)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .actor import Stage, stage
+from .actor import Stage
 from .sessions import DIALECTS, Chat, Responses
 
 ANSWER: dict[str, Any] = {
@@ -24,12 +23,6 @@ WANTED: dict[str, Any] = {
     "Ollama": {"format": ANSWER},
 }
 VALUES = {"answer": 9, "word": "nine"}
-
-
-@pytest.fixture(scope="module")
-def acting() -> Iterator[Stage]:
-    with stage() as found:
-        yield found
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

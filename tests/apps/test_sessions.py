@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from .actor import Stage, stage
+from .actor import Stage
 from .sessions import DIALECTS
-
-
-@pytest.fixture(scope="module")
-def acting() -> Iterator[Stage]:
-    with stage() as found:
-        yield found
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -36,89 +36,89 @@ def rambling() -> Iterator[Stage]:
         yield found
 
 
-def chat(found: Stage, **more: Any) -> Any:
-    library = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
-    return library.chat.completions.create(model="actor", **({"messages": USER} | more)).choices[0]
+def by_openai(found: Stage) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
 
 
-def begins_as_told(found: Any) -> bool:
-    """The array alone has no end of its own: a rambling model goes on with it."""
-    return set(found) == set(VALUES) and found["answer"] == 9 and found["word"] == "nine"
+def by_anthropic(found: Stage, messages: Any, **more: Any) -> Any:
+    library = anthropic.Anthropic(base_url=found.url, api_key="none", max_retries=0)
+    return library.messages.create(model="actor", messages=messages, max_tokens=BUDGET, **more)
 
 
-def test_a_chat(rambling: Stage) -> None:
-    text = chat(rambling, response_format=CHAT_FORMAT, max_tokens=BUDGET).message.content
-    assert begins_as_told(json.loads(text))
+def choice_of(found: Stage, messages: Any = USER, **more: Any) -> Any:
+    create: Any = by_openai(found).chat.completions.create
+    return create(model="actor", messages=messages, max_tokens=BUDGET, **more).choices[0]
 
 
-def test_a_forced_call(rambling: Stage) -> None:
+Asked = tuple[str, Any]
+
+
+def chat(found: Stage, messages: Any = USER) -> Asked:
+    choice = choice_of(found, messages, response_format=CHAT_FORMAT)
+    return choice.message.content, choice.finish_reason
+
+
+def forced_chat(found: Stage, messages: Any = USER) -> Asked:
     tool = {"type": "function", "function": {"name": "it", "parameters": SCHEMA}}
-    choice = {"type": "function", "function": {"name": "it"}}
-    message = chat(rambling, tools=[tool], tool_choice=choice, max_tokens=BUDGET).message
-    assert begins_as_told(json.loads(message.tool_calls[0].function.arguments))
+    choice = choice_of(
+        found, messages, tools=[tool], tool_choice={"type": "function", "function": {"name": "it"}}
+    )
+    return choice.message.tool_calls[0].function.arguments, choice.finish_reason
 
 
-def test_responses(rambling: Stage) -> None:
-    library = openai.OpenAI(base_url=f"{rambling.url}/v1", api_key="none", max_retries=0)
+def responses(found: Stage, messages: Any = USER) -> Asked:
     format_: Any = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
-    answer = library.responses.create(model="actor", input=USER, text=format_, max_output_tokens=BUDGET)
-    assert begins_as_told(json.loads(answer.output_text))
+    asked: Any = {"input": messages, "text": format_, "max_output_tokens": BUDGET}
+    answer = by_openai(found).responses.create(model="actor", **asked)
+    return answer.output_text, answer.incomplete_details and answer.incomplete_details.reason
 
 
-def test_messages(rambling: Stage) -> None:
-    library = anthropic.Anthropic(base_url=rambling.url, api_key="none", max_retries=0)
-    tool: Any = {"name": "it", "input_schema": SCHEMA}
-    choice: Any = {"type": "tool", "name": "it"}
-    asked: Any = {"model": "actor", "messages": USER, "max_tokens": BUDGET}
-    [block] = library.messages.create(**asked, tools=[tool], tool_choice=choice).content
-    assert begins_as_told(block.input)
-
-
-def test_ollama(rambling: Stage) -> None:
-    library = ollama.Client(host=rambling.url)
-    answer = library.chat("actor", USER, format=SCHEMA, options={"num_predict": BUDGET})
-    assert begins_as_told(json.loads(answer.message.content or ""))
-
-
-def test_a_string_that_would_not_fit_is_closed_and_the_answer_says_that_it_was_cut(rambling: Stage) -> None:
-    """In the words of each dialect."""
-    found = chat(rambling, messages=LONG, response_format=CHAT_FORMAT, max_tokens=BUDGET)
-    assert set(json.loads(found.message.content)) == set(VALUES)
-    assert found.finish_reason == "length"
-
-    library = openai.OpenAI(base_url=f"{rambling.url}/v1", api_key="none", max_retries=0)
-    format_: Any = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
-    answer = library.responses.create(model="actor", input=LONG, text=format_, max_output_tokens=BUDGET)
-    assert set(json.loads(answer.output_text)) == set(VALUES)
-    assert answer.incomplete_details is not None
-    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-
+def messages_(found: Stage, messages: Any = USER) -> Asked:
     output: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    claude = anthropic.Anthropic(base_url=rambling.url, api_key="none", max_retries=0)
-    message = claude.messages.create(
-        model="actor", messages=LONG, max_tokens=BUDGET, extra_body={"output_config": output}
-    )
-    assert set(json.loads(message.content[0].text)) == set(VALUES)  # type: ignore[union-attr]
-    assert message.stop_reason == "max_tokens"
+    message = by_anthropic(found, messages, extra_body={"output_config": output})
+    return message.content[0].text, message.stop_reason
 
-    line = ollama.Client(host=rambling.url).chat(
-        "actor", LONG, format=SCHEMA, options={"num_predict": BUDGET}
-    )
-    assert set(json.loads(line.message.content or "")) == set(VALUES)
-    assert line.done_reason == "length"
+
+def forced_message(found: Stage, messages: Any = USER) -> Asked:
+    tool: Any = {"name": "it", "input_schema": SCHEMA}
+    message = by_anthropic(found, messages, tools=[tool], tool_choice={"type": "tool", "name": "it"})
+    return json.dumps(message.content[0].input), message.stop_reason
+
+
+def ollama_chat(found: Stage, messages: Any = USER) -> Asked:
+    library = ollama.Client(host=found.url)
+    line = library.chat("actor", messages, format=SCHEMA, options={"num_predict": BUDGET})
+    return line.message.content or "", line.done_reason
+
+
+@pytest.mark.parametrize("ask", [chat, forced_chat, responses, messages_, forced_message, ollama_chat])
+def test_an_answer_that_is_held_to_a_schema_ends(rambling: Stage, ask: Any) -> None:
+    """The array alone has no end of its own: a rambling model goes on with it."""
+    found = json.loads(ask(rambling)[0])
+    assert set(found) == set(VALUES)
+    assert (found["answer"], found["word"]) == (9, "nine")
+
+
+@pytest.mark.parametrize(
+    ("ask", "cut"),
+    [(chat, "length"), (responses, "max_output_tokens"), (messages_, "max_tokens"), (ollama_chat, "length")],
+)
+def test_a_string_that_would_not_fit_is_closed_and_the_answer_says_that_it_was_cut(
+    rambling: Stage, ask: Any, cut: str
+) -> None:
+    text, reason = ask(rambling, LONG)
+    assert set(json.loads(text)) == set(VALUES)
+    assert reason == cut
 
 
 def test_an_answer_that_ends_by_itself_was_not_cut() -> None:
     with stage(context=4096) as found:
-        assert chat(found, response_format=CHAT_FORMAT, max_tokens=BUDGET).finish_reason == "stop"
+        assert chat(found)[1] == "stop"
 
 
 def test_there_is_no_loose_whitespace(rambling: Stage) -> None:
     loose = [{"role": "user", "content": 'DO json {  "answer"  :  9,\n\n "word":"nine", "tags": []}'}]
-    text = chat(rambling, messages=loose, response_format=CHAT_FORMAT, max_tokens=BUDGET).message.content
+    text, _ = chat(rambling, loose)
+    separators = ((", ", ": "), (",", ":"))
     found = json.loads(text)
-    tight = (
-        json.dumps(found, ensure_ascii=False),
-        json.dumps(found, ensure_ascii=False, separators=(",", ":")),
-    )
-    assert text in tight
+    assert text in [json.dumps(found, ensure_ascii=False, separators=each) for each in separators]

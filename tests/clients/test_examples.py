@@ -8,11 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import anthropic
 import httpx
 import pytest
 import yaml
@@ -23,7 +21,7 @@ from mlxtp.values import DEFAULT_HTTP
 
 from ..live_cluster import WAIT_S, Cluster
 from ..pages import ROOT, blocks
-from .test_openai import SECRET, TOOL, user
+from .test_openai import SECRET
 
 CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
 HERE = f"http://{DEFAULT_HTTP}"
@@ -177,10 +175,8 @@ def test_the_settings_of_zed() -> None:
     ((name, given),) = settings["language_models"]["openai_compatible"].items()
     provider = ZedProvider.model_validate(given)
     assert provider.api_url == f"{HERE}/v1"
-    assert settings["agent"]["default_model"] == {
-        "provider": name,
-        "model": provider.available_models[0].name,
-    }
+    assert settings["agent"]["default_model"] == {"provider": name, "model": "default"}
+    assert provider.available_models[0].name == "default"
     assert f"{name.upper()}_API_KEY" in (CLIENTS / "APPS.md").read_text()  # where Zed looks for the key
 
 
@@ -255,135 +251,12 @@ def test_every_example_is_in_the_table() -> None:
 # --- what programs ask ------------------------------------------------------------------------------------
 
 
-def data_of(lines: Iterator[str]) -> Iterator[str]:
-    return (line.removeprefix("data: ") for line in lines if line.startswith("data: "))
-
-
-def test_open_webui_asks_for_the_models_first(two_ranks: Cluster) -> None:
-    """And takes what has an `id`. The key is never empty, and headers may say who asks."""
-    told = two_ranks.client.get(
-        "/v1/models",
-        headers={
-            "Authorization": "Bearer none",
-            "X-OpenWebUI-User-Name": "J%C3%B6rg",
-            "X-OpenWebUI-User-Role": "admin",
-        },
-        timeout=10,
-    )
-    assert told.status_code == 200
-    names = [model["id"] for model in told.json()["data"]]
-    assert names == ["tiny"]
-    chat = {
-        "model": names[0],
-        "messages": user(f"Repeat exactly: {SECRET}"),
-        "stream": True,
-        "user": {"id": "1"},
-    }
-    with two_ranks.client.stream("POST", "/v1/chat/completions", json=chat) as response:
-        *chunks, done = data_of(response.iter_lines())
-    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta.get("content") or "" for delta in deltas) == SECRET
-    assert done == "[DONE]"
-    title = {
-        "model": names[0], "messages": user("### Task:\nGenerate a title."), "stream": False,
-        "max_completion_tokens": 1000,
-    }  # fmt: skip
-    answer = two_ranks.client.post("/v1/chat/completions", json=title).json()
-    assert isinstance(answer["choices"][0]["message"]["content"], str)
-
-
 def test_open_webui_in_docker_comes_by_a_name_that_has_to_be_allowed(two_ranks: Cluster) -> None:
     """Hence `--allowed-host` in the guide. It shows what stands in `error`, so there has to be one."""
     refused = two_ranks.client.get("/v1/models", headers={"Host": "host.docker.internal:52415"})
     assert refused.status_code in (403, 421)
     assert "host.docker.internal" in refused.json()["error"]["message"]
     assert "--allowed-host host.docker.internal" in (CLIENTS / "APPS.md").read_text()
-
-
-class ZedFunction(BaseModel):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ZedCall(BaseModel):
-    index: int
-    id: str | None = None
-    function: ZedFunction | None = None
-
-
-class ZedDelta(BaseModel):
-    role: Literal["user", "assistant", "system", "tool"] | None = None
-    content: str | None = None
-    tool_calls: list[ZedCall] | None = None
-    reasoning_content: str | None = None
-
-
-class ZedChoice(BaseModel):
-    index: int
-    delta: ZedDelta | None
-    finish_reason: str | None
-
-
-class ZedUsage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ZedEvent(BaseModel):
-    """Zed gives up on the whole answer when one chunk lacks one of these."""
-
-    model_config = ConfigDict(strict=True)
-
-    choices: list[ZedChoice]
-    usage: ZedUsage | None = None
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_every_chunk_is_one_that_zed_takes(two_ranks: Cluster, choice: str) -> None:
-    model = json.loads((CLIENTS / "zed.settings.json").read_text())["agent"]["default_model"]["model"]
-    asked = {
-        "model": model,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": f"Repeat exactly: {SECRET}"}]},
-        ],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_completion_tokens": 500,
-        "temperature": 0.0,
-        "tool_choice": choice,
-        "parallel_tool_calls": False,
-        "tools": [TOOL],
-    }
-    with two_ranks.client.stream(
-        "POST", "/v1/chat/completions", json=asked, headers={"Authorization": "Bearer none"}
-    ) as response:
-        assert response.status_code == 200, response.read()
-        *chunks, done = data_of(response.iter_lines())
-    assert done == "[DONE]"
-    events = [ZedEvent.model_validate_json(chunk) for chunk in chunks]
-    ends = [each.finish_reason for event in events for each in event.choices if each.finish_reason]
-    calls = [
-        call
-        for event in events
-        for each in event.choices
-        if each.delta
-        for call in each.delta.tool_calls or ()
-    ]
-    usage = events[-1].usage
-    assert usage
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    if choice == "auto":
-        said = "".join(each.delta.content or "" for event in events for each in event.choices if each.delta)
-        assert (said, ends, calls) == (SECRET, ["stop"], [])
-    else:
-        assert ends == ["tool_calls"]
-        assert calls[0].id
-        assert calls[0].function
-        assert calls[0].function.name == "look_up"
-        whole = "".join(call.function.arguments or "" for call in calls if call.function)
-        assert json.loads(whole).keys() == {"n", "ok"}
 
 
 PARAMETER = re.compile(r'(\S+)\s+((?:".*")|\S+)')
@@ -404,87 +277,9 @@ def test_continue_asks_ollamas_api_about_the_model(two_ranks: Cluster) -> None:
     assert int(parameters["num_ctx"]) == 4096
 
 
-@pytest.mark.parametrize("provider", ["openai", "ollama"])
-def test_continue_chats_by_either_api(two_ranks: Cluster, provider: str) -> None:
-    messages = user(f"Repeat exactly: {SECRET}")
-    if provider == "openai":
-        asked: dict[str, Any] = {"model": "default", "messages": messages, "max_tokens": 500, "stream": True}
-        with two_ranks.client.stream("POST", "/v1/chat/completions", json=asked) as response:
-            chunks = [json.loads(data) for data in data_of(response.iter_lines()) if data != "[DONE]"]
-        said = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
-    else:
-        options = {
-            "num_ctx": 4096,
-            "num_predict": 500,
-            "mirostat": None,
-            "num_thread": None,
-            "use_mmap": None,
-        }
-        asked = {
-            "model": "default",
-            "messages": messages,
-            "options": options,
-            "keep_alive": 1800,
-            "stream": True,
-        }
-        with two_ranks.client.stream("POST", "/api/chat", json=asked) as response:
-            said = [json.loads(line)["message"]["content"] for line in response.iter_lines() if line.strip()]
-    assert "".join(said) == SECRET
-
-
-def test_claude_code_asks_as_it_does(two_ranks: Cluster) -> None:
-    """A system prompt in parts, the first with a hash that changes; betas; thoughts; tools; a stream."""
-    bash: Any = {
-        "name": "Bash",
-        "description": "Runs a command",
-        "input_schema": {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "type": "object",
-            "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
-            "required": ["command"],
-            "additionalProperties": False,
-        },
-    }
-    cached: Any = {"type": "ephemeral"}
-
-    def ask(number: int) -> Any:
-        with client.beta.messages.stream(
-            model="tiny",
-            max_tokens=32_000,
-            betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
-            system=[
-                {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.9; cch={number:05x};"},
-                {"type": "text", "text": "You are Claude Code.", "cache_control": cached},
-            ],
-            messages=[
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "<system-reminder>Nothing.</system-reminder>"},
-                        {"type": "text", "text": f"Repeat exactly: {SECRET}", "cache_control": cached},
-                    ],
-                }
-            ],
-            tools=[bash],
-            metadata={"user_id": json.dumps({"device_id": "0" * 64, "session_id": "1"})},
-            thinking={"type": "adaptive"},
-        ) as stream:
-            return stream.get_final_message()
-
-    with anthropic.Anthropic(
-        base_url=two_ranks.url, auth_token="none", max_retries=0, timeout=WAIT_S
-    ) as client:
-        first, second = ask(1), ask(2)
-        small = client.beta.messages.create(model="tiny", max_tokens=1, messages=user("quota"))
-        counted = client.beta.messages.count_tokens(model="tiny", messages=user("foo"), tools=[bash])
-    assert first.stop_reason in ("end_turn", "max_tokens", "model_context_window_exceeded")
-    assert first.content[0].type == "text"
-    assert second.usage.cache_read_input_tokens > 0  # the hash is not part of the prompt
-    assert small.usage.output_tokens == 1
-    assert counted.input_tokens > 1
-
-
 def test_a_client_that_first_looks_for_a_server(two_ranks: Cluster) -> None:
     assert two_ranks.client.get("/api/version").json()["version"].count(".") == 2
     assert httpx.get(f"{two_ranks.url}/health").json()["ready"] is True
     assert httpx.head(two_ranks.url).status_code == 200
+    for path in ("/api/tags", "/api/ps"):
+        assert [row["name"] for row in two_ranks.client.get(path).json()["models"]] == ["tiny"]

@@ -243,6 +243,12 @@ class Running:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(serving))
         self._thread.start()
 
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """As an agent ends. Fails when it is held up. May be repeated."""
         if self._thread.is_alive():

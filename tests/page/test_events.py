@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,20 @@ from ..live_cluster import WAIT_S
 from .conftest import FORMING, MOMENT, FakeObserved, Running, Site
 
 
-@pytest.fixture
-def events(site: Site) -> Iterator[Iterator[str]]:
-    with httpx.stream("GET", f"{site.url}/cluster/events", timeout=WAIT_S) as response:
+@contextmanager
+def watching(url: str, **headers: str) -> Iterator[Iterator[str]]:
+    """The lines that a watching client is sent."""
+    with httpx.stream("GET", f"{url}/cluster/events", timeout=WAIT_S, headers=headers) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-cache"
         yield response.iter_lines()
+
+
+@pytest.fixture
+def events(site: Site) -> Iterator[Iterator[str]]:
+    with watching(site.url) as lines:
+        yield lines
 
 
 def following(lines: Iterator[str]) -> dict[str, Any]:
@@ -56,8 +64,7 @@ def test_a_moment_comes_at_once_and_another_when_something_has_changed(
 
 def test_nothing_is_told_twice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "LOOK_S", 0.01)
-    with httpx.stream("GET", f"{site.url}/cluster/events", timeout=WAIT_S) as response:
-        lines = response.iter_lines()
+    with watching(site.url) as lines:
         assert following(lines) == MOMENT
         looks = site.observed.looks
         while site.observed.looks < looks + 10:
@@ -86,35 +93,23 @@ def test_at_most_twice_a_second(site: Site, events: Iterator[str]) -> None:
 def test_when_the_agent_ends_watchers_are_let_go() -> None:
     """Else each open page would hold up the end of the agent until it is cut off."""
     observed = FakeObserved()
-    running = Running(None, observed)
-    try:
-        with httpx.stream("GET", f"{running.url}/cluster/events", timeout=WAIT_S) as response:
-            lines = response.iter_lines()
-            assert following(lines) == MOMENT
-            observed.shown = MOMENT | {"state": "stopped"}
-            running.close()
-            assert [json.loads(line[6:])["state"] for line in lines if line.startswith("data")] == ["stopped"]
-    finally:
+    with Running(None, observed) as running, watching(running.url) as lines:
+        assert following(lines) == MOMENT
+        observed.shown = MOMENT | {"state": "stopped"}
         running.close()
+        assert [json.loads(line[6:])["state"] for line in lines if line.startswith("data")] == ["stopped"]
 
 
 def test_a_watcher_whose_key_is_revoked_is_let_go(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     headers = {"Authorization": f"Bearer {file.create('page', 0, 1.0)[1]}"}
     access = Access(keys=KeyRing(file, "always", beyond=False))
-    running = Running(None, FakeObserved(), access=access)
-    try:
-        with httpx.stream(
-            "GET", f"{running.url}/cluster/events", timeout=WAIT_S, headers=headers
-        ) as response:
-            lines = response.iter_lines()
-            assert following(lines) == MOMENT
-            file.revoke("page")
-            until = time.monotonic() + WAIT_S / 4
-            for _ in lines:  # comments
-                assert time.monotonic() < until, "it is still told of the cluster"
-    finally:
-        running.close()
+    with Running(None, FakeObserved(), access=access) as running, watching(running.url, **headers) as lines:
+        assert following(lines) == MOMENT
+        file.revoke("page")
+        until = time.monotonic() + WAIT_S / 4
+        for _ in lines:  # comments
+            assert time.monotonic() < until, "it is still told of the cluster"
 
 
 def test_a_key_sees_its_own_open_requests_and_this_mac_sees_all(tmp_path: Path) -> None:
@@ -127,16 +122,13 @@ def test_a_key_sees_its_own_open_requests_and_this_mac_sees_all(tmp_path: Path) 
     observed.shown = MOMENT | {
         "running": [{"number": number, "owner": owner} for number, owner in enumerate(owners)]
     }
-    running = Running(None, observed, access=Access(keys=ring))
-    try:
+    with Running(None, observed, access=Access(keys=ring)) as running:
         for key, seen in ((text, [0]), ("own", [0, 1, 2])):
             headers = {"Authorization": f"Bearer {key}"}
             now = httpx.get(f"{running.url}/cluster", headers=headers, timeout=WAIT_S).json()
             assert now["running"] == [{"number": number} for number in seen]
-            with httpx.stream("GET", f"{running.url}/cluster/events", headers=headers) as response:
-                assert following(response.iter_lines())["running"] == now["running"]
-    finally:
-        running.close()
+            with watching(running.url, **headers) as lines:
+                assert following(lines)["running"] == now["running"]
 
 
 def test_without_a_source_there_is_no_page() -> None:

@@ -42,10 +42,7 @@ def test_a_failure_is_announced_and_so_is_the_recovery(site: Site, visit: Visit)
     visit.state("Starting again: epoch 3 lost mini")
     site.show(epoch=4)
     visit.state("Ready: tiny on 2 Macs")
-    assert visit.page.evaluate("heard") == [
-        "Starting again: epoch 3 lost mini",
-        "Ready: tiny on 2 Macs",
-    ]
+    assert visit.page.evaluate("heard") == ["Starting again: epoch 3 lost mini", "Ready: tiny on 2 Macs"]
 
 
 def test_figures_of_one_mac_are_said_to_be_so(site: Site, visit: Visit) -> None:
@@ -355,8 +352,7 @@ def test_an_endpoint_with_keys_is_opened_by_one_and_by_the_agents_own(
     key = file.create("page", 0, 1.0)[1]
     ring = KeyRing(file, "always", beyond=False)
     ring.own_key = KEY
-    guarded = Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring))
-    try:
+    with Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring)) as guarded:
         visit: Visit = visiting(url=guarded.url)
         visit.shows("`mlxtp key create NAME`", "#asking")
         visit.state("The agent takes an API key")
@@ -378,8 +374,6 @@ def test_an_endpoint_with_keys_is_opened_by_one_and_by_the_agents_own(
         assert not own.page.is_visible("#asking")
         for each in (visit, own):
             each.page.goto("about:blank")
-    finally:
-        guarded.close()
 
 
 def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
@@ -407,8 +401,7 @@ def test_a_key_for_the_page_loads_models_and_shows_what_keys_have_used(
     used, guest, _ = ring.reports()
     guest |= {"requests": 1, "prompt_tokens": 1100, "tokens_today": 500, "refused": 3}
     site.admin.used = [used, guest]
-    guarded = Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring))
-    try:
+    with Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring)) as guarded:
         visit: Visit = visiting(f"#key={page}", url=guarded.url)
         visit.page.click("#disk button[aria-label='Load org/big']")
         visit.page.wait_for_selector("#said:has-text('org/big is added.')")
@@ -427,5 +420,3 @@ def test_a_key_for_the_page_loads_models_and_shows_what_keys_have_used(
         other.state("Ready")
         for each in (visit, other):
             each.page.goto("about:blank")
-    finally:
-        guarded.close()

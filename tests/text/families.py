@@ -183,8 +183,7 @@ WRITERS: Mapping[str, Writer] = {
     "minimax_m2": invoked(PARAMETER, "<minimax:tool_call>\nCALLS\n</minimax:tool_call>"),
     "minimax_m3": _minimax_m3,
     "minicpm5": lambda calls: each(
-        calls,
-        lambda _, name, arguments: f'<function name="{name}">{tagged(arguments, PARAM, "")}</function>',
+        calls, lambda _, name, arguments: f'<function name="{name}">{tagged(arguments, PARAM, "")}</function>'
     ),
     "muse_spark": invoked(ATEM, "<atem:function_calls>\nCALLS\n</atem:function_calls>", "atem:"),
     "command": rows(COMMAND, ",\n    ", "<|START_ACTION|>[\n    CALLS\n]<|END_ACTION|>"),
@@ -201,9 +200,7 @@ WRITERS: Mapping[str, Writer] = {
     "hunyuan3": _hunyuan3,
     "solar": rows(SOLAR, around="<|tool_calls|>CALLS<|calls|>", ascii_=True),
     "plamo3": rows(
-        PLAMO,
-        around="<|plamo:begin_tool_requests:plamo|>CALLS<|plamo:end_tool_requests:plamo|>",
-        ascii_=True,
+        PLAMO, around="<|plamo:begin_tool_requests:plamo|>CALLS<|plamo:end_tool_requests:plamo|>", ascii_=True
     ),
     "inkling": lambda calls: each(
         calls,

@@ -25,24 +25,7 @@ quick = settings(
 )
 
 words = st.sampled_from(
-    [
-        " ",
-        "  ",
-        "hello",
-        " wide",
-        "world",
-        "\n",
-        "日本語",
-        "é",
-        "e\u0301",
-        "😀",
-        "👩‍👩‍👧",
-        "🇩🇪",
-        "\u2028",
-        "½",
-        "x",
-        ".",
-    ]
+    [*" \n\u2028½éx.😀", "  ", "hello", " wide", "world", "日本語", "e\u0301", "👩‍👩‍👧", "🇩🇪"]
 )
 texts = st.lists(words | st.text(max_size=3), max_size=12).map("".join).filter(lambda text: HALF not in text)
 cuts = st.lists(st.integers(1, 5), max_size=60)
@@ -195,25 +178,19 @@ def in_its_own_way(folder: Path) -> Path:
     return save(tokenizer, folder)
 
 
+CLASSES = (
+    *("Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizerFast", "MistralCommonBackend"),
+    *("Own", 5, None),
+)
+OWN = ({"AutoTokenizer": ["own.Own", None]}, {"AutoTokenizer": "own.Own"}, ["own.Own", None])
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama", "brand_new", None])
 @pytest.mark.parametrize(
     "settings_",
     [
-        {"tokenizer_class": name}
-        for name in (
-            "Qwen2Tokenizer",
-            "GPT2Tokenizer",
-            "LlamaTokenizer",
-            "GemmaTokenizerFast",
-            "MistralCommonBackend",
-            "Own",
-            5,
-            None,
-        )
-    ]
-    + [
-        {"auto_map": named, "tokenizer_class": "Own"}
-        for named in ({"AutoTokenizer": ["own.Own", None]}, {"AutoTokenizer": "own.Own"}, ["own.Own", None])
+        *({"tokenizer_class": name} for name in CLASSES),
+        *({"auto_map": named, "tokenizer_class": "Own"} for named in OWN),
     ],
     ids=str,
 )
@@ -248,39 +225,26 @@ def named(name: str, text: str) -> dict[str, str]:
 
 
 #: Files of a model with chat templates, and what is written for a message, with tools too.
+def configured(template: object) -> dict[str, object]:
+    return {"tokenizer_config.json": {"chat_template": template}}
+
+
+def processed(template: object) -> dict[str, object]:
+    return {"chat_template.json": {"chat_template": template}}
+
+
+WITH_TOOLS = [named("default", "C"), named("tool_use", "T")]
+IN_A_FOLDER = {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"}
+#: Files of a model with chat templates, and what is written for a message, with tools too.
 TEMPLATES: dict[str, tuple[dict[str, object], str, str]] = {
-    "a processor's": ({"chat_template.json": {"chat_template": "N"}}, "N", "N"),
-    "several of a processor": ({"chat_template.json": {"chat_template": [named("default", "N")]}}, "N", "N"),
-    "of three files": (
-        {
-            "chat_template.jinja": "J",
-            "chat_template.json": {"chat_template": "N"},
-            "tokenizer_config.json": {"chat_template": "C"},
-        },
-        "J",
-        "J",
-    ),
-    "of two": (
-        {"chat_template.json": {"chat_template": "N"}, "tokenizer_config.json": {"chat_template": "C"}},
-        "C",
-        "C",
-    ),
-    "with one for tools": (
-        {"tokenizer_config.json": {"chat_template": [named("default", "C"), named("tool_use", "T")]}},
-        "C",
-        "T",
-    ),
-    "with one for tools in a folder": (
-        {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"},
-        "J",
-        "T",
-    ),
-    "for tools alone": ({"tokenizer_config.json": {"chat_template": [named("tool_use", "T")]}}, "T", "T"),
-    "empty, beside": (
-        {"tokenizer_config.json": {"chat_template": ""}, "chat_template.json": {"chat_template": "N"}},
-        "N",
-        "N",
-    ),
+    "a processor's": (processed("N"), "N", "N"),
+    "several of a processor": (processed([named("default", "N")]), "N", "N"),
+    "of three files": ({"chat_template.jinja": "J"} | processed("N") | configured("C"), "J", "J"),
+    "of two": (processed("N") | configured("C"), "C", "C"),
+    "with one for tools": (configured(WITH_TOOLS), "C", "T"),
+    "with one for tools in a folder": (dict[str, object](IN_A_FOLDER), "J", "T"),
+    "for tools alone": (configured([named("tool_use", "T")]), "T", "T"),
+    "empty, beside": (configured("") | processed("N"), "N", "N"),
 }
 
 
@@ -307,25 +271,20 @@ def test_a_chat_template_is_found_in_any_of_its_files(tmp_path: Path, name: str)
     assert {*renderer.facts.template.split()} == {written, with_tools}
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
         ({"chat_template.json": "{"}, r"chat_template\.json is no JSON"),
         ({"tokenizer_config.json": "{"}, r"tokenizer_config\.json is no JSON"),
-        ({"chat_template.json": {"chat_template": 5}}, "the chat template is no text"),
-        ({"tokenizer_config.json": {"chat_template": [named("default", "C"), 3]}}, "cannot be read"),
+        (processed(5), "the chat template is no text"),
+        (configured([named("default", "C"), 3]), "cannot be read"),
         *(
-            (
-                {name: "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"},
-                f"{name} is a pointer of Git LFS",
-            )
-            for name in (
-                "tokenizer.json",
-                "tokenizer_config.json",
-                "tokenizer.model",
-                "tiktoken.model",
-                "chat_template.jinja",
-            )
+            ({name: POINTER}, f"{name} is a pointer of Git LFS")
+            for name in (*TOKENIZERS, "chat_template.jinja")
         ),
     ],
 )

@@ -34,18 +34,7 @@ from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
-from ..conftest import (
-    WAIT_S,
-    FakeBackend,
-    Server,
-    byte_level,
-    save,
-    says,
-    says_scored,
-    score,
-    serving,
-    then,
-)
+from ..conftest import WAIT_S, FakeBackend, Server, byte_level, save, says, says_scored, score, serving, then
 from ..test_app import fail_with
 from . import ollama_shapes as shapes
 

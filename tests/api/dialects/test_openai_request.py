@@ -48,6 +48,7 @@ def test_a_whole_float_is_an_integer() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
+    assert parse(user={"id": "1"}) == parse()
     assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
 
 
@@ -121,8 +122,7 @@ def test_custom_tools_are_functions_of_one_string_and_hosted_tools_are_left_out(
     grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
     custom = {"type": "custom", "custom": {"name": "patch", "description": "Edits", "format": grammar}}
     asked = talk(
-        tools=[{"type": "web_search"}, custom],
-        tool_choice={"type": "custom", "custom": {"name": "patch"}},
+        tools=[{"type": "web_search"}, custom], tool_choice={"type": "custom", "custom": {"name": "patch"}}
     )
     [tool] = asked.tools
     assert (tool.name, tool.description, asked.tool_choice) == ("patch", "Edits", "patch")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..conftest import WAIT_S, Server, says, says_scored
 from ..test_app import ask, data_of, get, post
+from . import openai_shapes as shapes
 from .test_openai_tools import CALL, TOOLS, answers_with
 
 ADDED = {
@@ -70,13 +71,17 @@ def complete(server: Server, asked: dict[str, Any]) -> httpx.Response:
 
 @pytest.mark.parametrize("story", STORIES)
 def test_a_chat(server: Server, story: str) -> None:
+    """Both in OpenAI's types and in the shape that `/openapi.json` describes."""
     fields = tell(server, story)
-    check(ChatCompletion, post(server, ask(**fields)).content)
+    whole = post(server, ask(**fields)).content
+    check(ChatCompletion, whole)
+    shapes.ChatCompletion.model_validate_json(whole)
     *chunks, done = data_of(post(server, ask(stream=True, stream_options={"include_usage": True}, **fields)))
     assert done == "[DONE]"
     assert len(chunks) > 2
     for chunk in chunks:
         check(ChatCompletionChunk, chunk)
+        shapes.ChatCompletionChunk.model_validate_json(chunk)
 
 
 @pytest.mark.parametrize("story", ["text", "scores", "several", "stopped"])
@@ -105,9 +110,7 @@ def test_what_is_missing_or_too_much_is_found(server: Server) -> None:
     answer = post(server, ask()).json()
     for field in ("id", "choices", "created", "model", "object"):
         with pytest.raises(ValidationError, match=field):
-            check(
-                ChatCompletion, json.dumps({name: value for name, value in answer.items() if name != field})
-            )
+            check(ChatCompletion, json.dumps({name: answer[name] for name in answer if name != field}))
     answer["choices"][0]["message"]["odd"] = 1
     with pytest.raises(AssertionError, match="odd"):
         check(ChatCompletion, json.dumps(answer))

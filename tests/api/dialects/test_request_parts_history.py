@@ -196,10 +196,7 @@ READABLE: list[tuple[Any, str]] = [
     (part("file", file={"file_data": f"data:text/plain;base64,{in_base64('abc')}"}), "abc"),
     (part("input_file", file_data="plain words", filename="a.txt"), "plain words"),
     (part("input_file", file_data=in_base64("abc\n")), "abc\n"),
-    (
-        part("search_result", title="T", source="https://x.org", content=[text("a")]),
-        "T\nhttps://x.org\na",
-    ),
+    (part("search_result", title="T", source="https://x.org", content=[text("a")]), "T\nhttps://x.org\na"),
     (part("tool_reference", tool_name="weather"), "weather"),
     (web(part("web_search_result", title="T", url="u", encrypted_content="e")), "T\nu"),
     (web() | {"content": part("web_search_tool_result_error", error_code="unavailable")}, "unavailable"),
@@ -378,9 +375,7 @@ def returned(words: str, id_: str = "c", name: str = "f") -> ChatMessage:
             CHAT,
             [
                 chat_calls(
-                    None,
-                    {"id": "c", "index": 0, "type": "builtin_function", "function": CALLED},
-                    {"id": "d"},
+                    None, {"id": "c", "index": 0, "type": "builtin_function", "function": CALLED}, {"id": "d"}
                 )
                 | {"function_call": None}
             ],

@@ -19,16 +19,7 @@ from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import GroupError, RequestError
 from mlxtp.text.conversation import GenerationRequest
 
-from ..conftest import (
-    CONTEXT,
-    WAIT_S,
-    Server,
-    forever,
-    says,
-    says_scored,
-    score,
-    then,
-)
+from ..conftest import CONTEXT, WAIT_S, Server, forever, says, says_scored, score, then
 from ..test_app import assert_error, fail_with
 from .responses_shapes import InputTokens, ResponseBody
 

@@ -18,15 +18,7 @@ from mlxtp.text.conversation import Conversation, GenerationRequest
 from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import Server, says
-from .test_responses import (
-    create,
-    deltas,
-    events_of,
-    http,
-    post,
-    prompts,
-    strict_response,
-)
+from .test_responses import create, deltas, events_of, http, post, prompts, strict_response
 
 RECORDINGS = Path(__file__).parent.parent / "recordings"
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}

@@ -354,6 +354,17 @@ class Server:
 
 
 @contextlib.contextmanager
+def meanwhile(act: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Do something in another thread that ends before the block does; yields the list for its result."""
+    results: list[Any] = []
+    helper = threading.Thread(target=lambda: results.append(act()))
+    helper.start()
+    yield results
+    helper.join(WAIT_S)
+    assert not helper.is_alive()
+
+
+@contextlib.contextmanager
 def on_loopback(
     app: Any,
     *,

@@ -21,33 +21,12 @@ from mlxtp.verbs import Serve, Verb
 pytestmark = pytest.mark.slow
 
 KEY = "the key in the home"
-ROUTES = {
-    "status": "GET",
-    "keys": "GET",
-    "caches": "GET",
-    "caches/clear": "POST",
-    "settings": "GET",
-    "plan": "GET",
-    "plan/now": "POST",
-    "models": "GET",
-    "doctor": "GET",
-    "members": "GET",
-    "token": "POST",
-    "bench/fabric": "POST",
-    "serve": "POST",
-    "unload": "POST",
-    "pull": "POST",
-    "pulling": "POST",
-    "stored": "GET",
-    "removable": "POST",
-    "removed": "POST",
-    "drain": "POST",
-    "progress": "GET",
-    "let_in": "POST",
-    "remove": "POST",
-    "leave": "POST",
-    "authority": "POST",
-}
+GETS = {"status", "keys", "caches", "settings", "plan", "models", "doctor", "members", "stored", "progress"}
+VERBS = (
+    "status keys caches caches/clear settings plan plan/now models doctor members token bench/fabric serve "
+    "unload pull pulling stored removable removed drain progress let_in remove leave authority"
+)
+ROUTES = {what: "GET" if what in GETS else "POST" for what in VERBS.split()}
 
 
 NAMED = ("again", "replicas", "on", "keep", "parallel", "split", "only")

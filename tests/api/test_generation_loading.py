@@ -18,7 +18,7 @@ import pytest
 from mlxtp.api.backend import StoredModelInfo
 from mlxtp.errors import Code, RequestError
 
-from .conftest import WAIT_S, Server, forever, says, then
+from .conftest import WAIT_S, Server, forever, meanwhile, says, then
 
 pytestmark = pytest.mark.slow
 
@@ -135,16 +135,9 @@ def test_a_stream_begins_at_once_and_says_how_far_the_model_is(server: Server, t
 
 def test_a_real_client_sees_nothing_of_it_but_the_answer(server: Server, turns: Turns) -> None:
     turns.model = "org/tiny"
-
-    def come() -> None:
-        turns.wait().tell("loading 90 %", "")
-
-    helper = threading.Thread(target=come)
-    helper.start()
-    chunks: list[Any] = list(
-        server.client.chat.completions.create(model="/a/folder", messages=HELLO, stream=True)  # type: ignore[arg-type]
-    )
-    helper.join(WAIT_S)
+    with meanwhile(lambda: turns.wait().tell("loading 90 %", "")):
+        create: Any = server.client.chat.completions.create
+        chunks = list(create(model="/a/folder", messages=HELLO, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
     assert {chunk.model for chunk in chunks} == {"org/tiny"}
     assert turns.taken == [("/a/folder", 0.0)]
@@ -164,20 +157,16 @@ def test_the_model_has_one_name_before_it_is_loaded_and_after(
     assert names == {shown}
 
 
+def create(server: Server) -> Any:
+    return server.client.chat.completions.create(model="tiny", messages=HELLO)  # type: ignore[arg-type]
+
+
 def test_a_plain_client_simply_waits(server: Server, turns: Turns) -> None:
-    answers: list[str | None] = []
-
-    def ask() -> None:
-        answer = server.client.chat.completions.create(model="tiny", messages=HELLO)  # type: ignore[arg-type]
-        answers.append(answer.choices[0].message.content)
-
-    helper = threading.Thread(target=ask)
-    helper.start()
-    turn = turns.wait()
-    assert server.backend.requests == []
-    turn.tell("")
-    helper.join(WAIT_S)
-    assert answers == [ANSWER]
+    with meanwhile(lambda: create(server)) as answers:
+        turn = turns.wait()
+        assert server.backend.requests == []
+        turn.tell("")
+    assert [answer.choices[0].message.content for answer in answers] == [ANSWER]
     assert turn.closed.wait(WAIT_S)
 
 
@@ -201,20 +190,10 @@ def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_reason(server: Serv
 def test_a_plain_request_whose_model_cannot_be_loaded_is_refused_with_the_reason(
     server: Server, turns: Turns
 ) -> None:
-    failures: list[openai.BadRequestError] = []
-
-    def ask() -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            server.client.chat.completions.create(model="tiny", messages=HELLO)  # type: ignore[arg-type]
-        failures.append(caught.value)
-
-    helper = threading.Thread(target=ask)
-    helper.start()
-    turn = turns.wait()
-    turn.tell(BROKEN)
-    helper.join(WAIT_S)
-    assert [(error.code, error.param) for error in failures] == [("model_invalid", "model")]
-    assert turn.closed.wait(WAIT_S)
+    with meanwhile(lambda: turns.wait().tell(BROKEN)), pytest.raises(openai.BadRequestError) as caught:
+        create(server)
+    assert (caught.value.code, caught.value.param) == ("model_invalid", "model")
+    assert turns.turns[0].closed.wait(WAIT_S)
 
 
 def test_what_is_wrong_with_a_request_is_said_in_the_stream_when_its_headers_are_gone(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..reference import conversation_ids
-from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
+from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, meanwhile, save, says
 from .dialects.ollama_shapes import OllamaShown
 from .test_generation_loading import BROKEN, Turns, turns
 
@@ -118,28 +117,19 @@ def test_a_stored_model_is_shown_from_its_folder(server: Server, thinker: Path, 
 
 def test_no_prompt_loads_the_model_and_waits_for_it(server: Server, turns: Turns) -> None:
     turns.model = "org/tiny"
-    answers: list[Any] = []
-
-    def ask() -> None:
-        answers.append(post(server, "/api/generate", model="org/tiny:latest").json())
-
-    helper = threading.Thread(target=ask)
-    helper.start()
-    turn = turns.wait()
-    assert turns.taken == [("org/tiny", 0.0)]
-    assert not answers
-    turn.tell("")
-    helper.join(WAIT_S)
+    with meanwhile(lambda: post(server, "/api/generate", model="org/tiny:latest").json()) as answers:
+        turn = turns.wait()
+        assert turns.taken == [("org/tiny", 0.0)]
+        assert not answers
+        turn.tell("")
     assert [(each["model"], each["done_reason"]) for each in answers] == [("org/tiny:latest", "load")]
     assert turn.closed.wait(WAIT_S)
     assert server.backend.requests == []
 
 
 def test_no_prompt_hears_why_the_model_cannot_be_loaded(server: Server, turns: Turns) -> None:
-    helper = threading.Thread(target=lambda: turns.wait().tell(BROKEN))
-    helper.start()
-    refused = post(server, "/api/chat", model=NAME)
-    helper.join(WAIT_S)
+    with meanwhile(lambda: turns.wait().tell(BROKEN)):
+        refused = post(server, "/api/chat", model=NAME)
     assert (refused.status_code, refused.json()) == (400, {"error": BROKEN.detail})
     assert turns.turns[0].closed.wait(WAIT_S)
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from mlxtp.wire.rank_stats import RankStats
 
 from ..groups.one_node import GROUP, alone
 from ..live_cluster import Cluster
-from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded, on_loopback
+from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded, meanwhile, on_loopback
 from .test_admin import FakeAdmin
 
 pytestmark = pytest.mark.slow
@@ -268,17 +267,14 @@ def test_tokens_of_one_step_are_one_interval(stage: Stage) -> None:
 def test_times_are_those_that_passed(stage: Stage) -> None:
     stage.desk.held = True
     token = stage.ids("hello")[0]
-    answers = []
     began = time.monotonic()
-    thread = threading.Thread(target=lambda: answers.append(stage.ask()))
-    thread.start()
-    stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
-    time.sleep(0.3)
-    stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
-    time.sleep(0.2)
-    stage.do(lambda: stage.desk.emit(Delta((1,), (1,), (token,))))
-    stage.do(lambda: stage.desk.emit(Finished(1, "stop", 2, 2)))
-    thread.join(WAIT_S)
+    with meanwhile(stage.ask):
+        stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
+        time.sleep(0.3)
+        stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
+        time.sleep(0.2)
+        stage.do(lambda: stage.desk.emit(Delta((1,), (1,), (token,))))
+        stage.do(lambda: stage.desk.emit(Finished(1, "stop", 2, 2)))
     took_s = time.monotonic() - began
     found = stage.until(lambda found: bool(found.finished()))
     first_s = found("vllm:time_to_first_token_seconds_sum")
@@ -311,24 +307,20 @@ def test_what_runs_and_what_waits_can_be_seen_meanwhile(stage: Stage) -> None:
     stage.desk.held = True
     (model,) = stage.supervisor.gateway.models()
     stage.supervisor.kv.loaded = LoadedModel(model, kv_room=100, load_s=1.0)
-    threads = [threading.Thread(target=stage.ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    found = stage.until(lambda found: found("vllm:num_requests_waiting") == 3)
-    assert found("vllm:num_requests_running") == found("vllm:kv_cache_usage_perc") == 0
-    token = stage.ids("hello")[0]
-    stage.do(lambda: stage.desk.emit(Delta((1, 2), (0, 0), (token, token))))
-    found = stage.scrape()
-    assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (2, 1)
-    assert found("vllm:generation_tokens_total") == 2
-    assert found("mlxtp_open_requests") == 3
-    held = 2 * (len(stage.desk.asked[0].tokens) + 1)
-    assert found("vllm:kv_cache_usage_perc") == held / 100
-    assert found("mlxtp_kv_cache_room_tokens") == 100
-    for uid in (1, 2, 3):
-        stage.do(lambda uid=uid: stage.desk.emit(Finished(uid, "stop", 1, 1)))
-    for thread in threads:
-        thread.join(WAIT_S)
+    with meanwhile(stage.ask), meanwhile(stage.ask), meanwhile(stage.ask):
+        found = stage.until(lambda found: found("vllm:num_requests_waiting") == 3)
+        assert found("vllm:num_requests_running") == found("vllm:kv_cache_usage_perc") == 0
+        token = stage.ids("hello")[0]
+        stage.do(lambda: stage.desk.emit(Delta((1, 2), (0, 0), (token, token))))
+        found = stage.scrape()
+        assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (2, 1)
+        assert found("vllm:generation_tokens_total") == 2
+        assert found("mlxtp_open_requests") == 3
+        held = 2 * (len(stage.desk.asked[0].tokens) + 1)
+        assert found("vllm:kv_cache_usage_perc") == held / 100
+        assert found("mlxtp_kv_cache_room_tokens") == 100
+        for uid in (1, 2, 3):
+            stage.do(lambda uid=uid: stage.desk.emit(Finished(uid, "stop", 1, 1)))
     found = stage.until(lambda found: sum(found.finished().values()) == 3)
     assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 0)
 
@@ -397,21 +389,18 @@ def test_several_answers_are_several_sequences_of_one_request(
 
 def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
     stage.desk.held = True
-    answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(stage.ask()))
-    thread.start()
-    stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
     gateway, token = stage.supervisor.gateway, stage.ids("hello")[0]
     model, text = gateway.models()[0], gateway.text()
     assert text is not None
-    stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
-    stage.do(lambda: gateway.park(GROUP, GroupError("its link is gone", Code.LINK_LOST)))
-    found = stage.scrape()
-    assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
-    stage.do(lambda: gateway.serve("second#1", DEPLOYMENT, stage.desk, model, text))
-    stage.do(lambda: stage.desk.emit(Delta((2,), (1,), (token,))))
-    stage.do(lambda: stage.desk.emit(Finished(2, "stop", 2, 2)))
-    thread.join(WAIT_S)
+    with meanwhile(stage.ask) as answers:
+        stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
+        stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
+        stage.do(lambda: gateway.park(GROUP, GroupError("its link is gone", Code.LINK_LOST)))
+        found = stage.scrape()
+        assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
+        stage.do(lambda: gateway.serve("second#1", DEPLOYMENT, stage.desk, model, text))
+        stage.do(lambda: stage.desk.emit(Delta((2,), (1,), (token,))))
+        stage.do(lambda: stage.desk.emit(Finished(2, "stop", 2, 2)))
     assert answers[0].json()["usage"]["completion_tokens"] == 2
     assert answers[0].headers["x-mlxtp-group"] == GROUP
     found = stage.until(lambda found: bool(found.finished()))

@@ -36,43 +36,34 @@ def test_an_idle_gateway_takes_everything_that_fits_a_model() -> None:
     assert why(prompt=1_000_000) == (0, "")
 
 
-def test_as_many_requests_as_there_are_places() -> None:
-    assert why(OpenLoad(15, 15, 3, 3)) == (0, "")
-    status, detail = why(OpenLoad(16, 16, 3, 3))
-    assert status == 503
-    assert "16 requests are open" in detail
+@pytest.mark.parametrize(
+    ("fits", "too_much", "prompt", "status", "words"),
+    [
+        (OpenLoad(15, 15, 3, 3), OpenLoad(16, 16, 3, 3), 1, 503, ("16 requests are open",)),
+        (
+            OpenLoad(2, 1499, 1, 1), OpenLoad(2, 1500, 1, 1), 101, 503,
+            ("2 requests are open", "1500 tokens", "101", "1600"),
+        ),
+        (OpenLoad(13, 13, 13, 13), OpenLoad(14, 14, 14, 14), 1, 429, ("14 of 16",)),
+        (OpenLoad(14, 14, 0, 0), OpenLoad(14, 14, 14, 14), 1, 429, ("14 of 16",)),
+        (OpenLoad(2, 1299, 2, 1299), OpenLoad(2, 1300, 2, 1300), 101, 429, ("1400 of 1600",)),
+        (OpenLoad(2, 1300, 0, 0), OpenLoad(2, 1300, 2, 1300), 101, 429, ("1400 of 1600",)),
+    ],
+    ids=["places", "tokens", "places of one client", "of others", "tokens of one client", "of others, too"],
+)  # fmt: skip
+def test_requests_and_tokens_are_bounded_and_one_client_leaves_room_for_others(
+    fits: OpenLoad, too_much: OpenLoad, prompt: int, status: int, words: tuple[str, ...]
+) -> None:
+    assert why(fits, prompt) == (0, "")
+    told, detail = why(too_much, prompt)
+    assert told == status
+    assert [each for each in words if each not in detail] == []
 
 
 def test_a_mac_that_only_holds_a_part_is_spared_too() -> None:
     status, detail = why(elsewhere="ben")
     assert status == 503
     assert detail.startswith("ben, which has a part of the model, is short of memory")
-
-
-def test_prompts_and_answers_together_have_a_bound() -> None:
-    assert why(OpenLoad(2, 1500, 1, 1), 100) == (0, "")
-    status, detail = why(OpenLoad(2, 1500, 1, 1), 101)
-    assert status == 503
-    assert "2 requests are open" in detail
-    assert "1500 tokens" in detail
-    assert "101" in detail
-    assert "1600" in detail
-
-
-def test_one_client_leaves_room_for_others() -> None:
-    assert why(OpenLoad(13, 13, 13, 13)) == (0, "")
-    status, detail = why(OpenLoad(14, 14, 14, 14))
-    assert status == 429
-    assert "14 of 16" in detail
-    assert why(OpenLoad(14, 14, 0, 0)) == (0, "")
-
-
-def test_one_client_leaves_tokens_for_others() -> None:
-    assert why(OpenLoad(2, 1300, 2, 1300), 100) == (0, "")
-    status, detail = why(OpenLoad(2, 1300, 2, 1300), 101)
-    assert status == 429
-    assert "1400 of 1600" in detail
-    assert why(OpenLoad(2, 1300, 0, 0), 101) == (0, "")
 
 
 def test_where_there_are_few_places_one_client_may_have_them_all() -> None:

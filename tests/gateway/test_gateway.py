@@ -179,14 +179,16 @@ async def test_what_a_request_asks_for_travels_with_it(stage: Stage) -> None:
     assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
 
 
+@pytest.mark.parametrize("max_open", [5])
 async def test_clients_and_users_travel_as_numbers(stage: Stage) -> None:
     for whose in ({}, {"client": "a"}, {"client": "a", "user": "b"}, {"client": "b"}):
         stage.gateway.generate(Generate(0, (1,), 9), **whose)
-    found = [(each.client, each.user) for each in stage.ranks.sent]
-    unnamed, a, of_a, b = found
-    assert unnamed == (0, 0)
+    stage.gateway.relay(Generate(1, (1,), 9, client=77), lambda _: None)
+    unnamed, a, of_a, b, theirs = [(each.client, each.user) for each in stage.ranks.sent_of(Generate)]
+    assert (unnamed, theirs) == ((0, 0), (77, 0))
     assert (a[1], b[1]) == (0, 0)
     assert 0 != a[0] == of_a[0] != b[0] == of_a[1]
+    assert a[0] > 77 < b[0], "they are no short ones"
 
 
 async def test_scores_come_with_their_tokens(stage: Stage) -> None:
@@ -248,34 +250,19 @@ async def test_a_failure_after_acceptance_is_raised_to_the_reader(stage: Stage) 
         await everything(answer)
 
 
-async def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request(stage: Stage) -> None:
-    waiting = asyncio.create_task(stage.gateway.generate(Generate(0, (1,), 9)).accepted())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-    assert stage.open == 0
-
-
 # --- going away -------------------------------------------------------------------------------------------
 
 
-async def test_closing_before_the_end_cancels_once(stage: Stage) -> None:
+@pytest.mark.parametrize("said", [(), (50,)])
+async def test_closing_before_the_end_cancels_once(stage: Stage, said: tuple[int, ...]) -> None:
     answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-    stage.say(1, 50)
-    assert await anext(answer) == Tokens((50,))
-    await answer.aclose()
-    await answer.aclose()
+    stage.say(1, *said)
+    assert [await anext(answer) for _ in said] == [Tokens((token,)) for token in said]
+    for _ in range(2):
+        await answer.aclose()
     assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
     assert stage.open == 0
     assert await everything(answer) == []
-
-
-async def test_closing_what_was_never_read_cancels_too(stage: Stage) -> None:
-    answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
-    await answer.aclose()
-    assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
 
 
 async def test_closing_after_the_end_says_nothing(stage: Stage) -> None:
@@ -286,13 +273,15 @@ async def test_closing_after_the_end_says_nothing(stage: Stage) -> None:
     assert stage.ranks.sent_of(Cancel) == []
 
 
-async def test_a_reader_whose_task_is_cancelled_cancels_the_request(stage: Stage) -> None:
-    reader = asyncio.create_task(everything(stage.gateway.generate(Generate(0, (1,), 9))))
+@pytest.mark.parametrize("wait", [everything, lambda answer: answer.accepted()])
+async def test_a_reader_whose_task_is_cancelled_cancels_the_request(stage: Stage, wait: Any) -> None:
+    reader = asyncio.create_task(wait(stage.gateway.generate(Generate(0, (1,), 9))))
     await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+    assert stage.open == 0
 
 
 async def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped(stage: Stage) -> None:
@@ -376,22 +365,23 @@ async def test_another_agents_request_at_a_rank_that_is_gone_waits_there_for_the
     assert gone.value.code is Code.LINK_LOST
 
 
-@pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
-async def test_what_the_client_got_wrong_is_the_clients_error(stage: Stage, code: Code) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (Code.BAD_REQUEST, RequestError),
+        (Code.CONTEXT_OVERFLOW, RequestError),
+        (Code.SHUTTING_DOWN, GroupError),
+    ],
+)
+async def test_what_the_client_got_wrong_is_its_error_and_any_other_is_ours(
+    stage: Stage, code: Code, kind: type[MlxtpError]
+) -> None:
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.on_event(Error(code, "too much", 1))
-    with pytest.raises(RequestError, match="too much") as refused:
+    with pytest.raises(kind, match="too much") as raised:
         await everything(answer)
-    assert refused.value.code is code
+    assert raised.value.code is code
     assert stage.open == 0
-
-
-async def test_any_other_error_is_ours(stage: Stage) -> None:
-    answer = stage.gateway.generate(Generate(0, (1,), 9))
-    stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
-    with pytest.raises(GroupError, match="bye") as failed:
-        await everything(answer)
-    assert failed.value.code is Code.SHUTTING_DOWN
     assert await everything(answer) == []
 
 

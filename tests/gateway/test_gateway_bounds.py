@@ -125,16 +125,6 @@ async def test_clients_of_another_gateway_are_told_apart_too(stage: Stage) -> No
     stage.relay(client=6)
 
 
-async def test_rank_0_hears_whose_request_it_is_but_no_name(stage: Stage) -> None:
-    for client in ("alice", "bob", "alice"):
-        stage.ask(client=client)
-    stage.relay(client=77)
-    clients = [generate.client for generate in stage.ranks.sent_of(Generate)]
-    assert clients[0] == clients[2] != clients[1]
-    assert clients[3] == 77
-    assert all(client > 77 for client in clients[:3])
-
-
 async def test_no_memory_no_new_requests_but_those_that_are_open_go_on(stage: Stage) -> None:
     answer = stage.ask()
     stage.memory = SystemMemory(1)

@@ -85,13 +85,7 @@ async def test_it_survives_several_groups(stage: Stage) -> None:
         [again] = asked(next_group(stage))
         assert (again.uid, again.answered) == (uid + 1, uid)
     stage.finish(6, "length", 5)
-    assert [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)] == [
-        51,
-        52,
-        53,
-        54,
-        55,
-    ]
+    assert [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)] == [51, 52, 53, 54, 55]
 
 
 async def test_an_answer_that_lacks_only_its_end_is_not_asked_again(stage: Stage) -> None:

@@ -561,53 +561,41 @@ def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> No
     assert agent.admin.asked == []
 
 
+ADDED, UNLOADED = "org/model is added: 1 replica; ", "org/model unloaded; no model is deployed\n"
+MEASURED, LEFT = (
+    "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
+    f"this Mac left cluster {'c' * 16}\n",
+)
+WISHES = "--replicas 2 --on a,b --keep-alive 10m --replace"
+
+
 @pytest.mark.parametrize(
-    ("args", "asked", "said"),
+    ("command", "asked", "said"),
     [
-        (
-            ["serve", "org/model", "--nodes", "2"],
-            ("serve", "org/model", "2"),
-            "org/model is added: 1 replica; `mlxtp status` shows the progress\n",
-        ),
-        (["serve", "tiny"], ("serve", "tiny", ""), "org/model is added: 1 replica; "),
-        (
-            ["serve", "tiny", "--replicas", "2", "--on", "a,b", "--keep-alive", "10m", "--replace"],
-            ("serve", "tiny", "", "replicas=2", "on=a,b", "keep=10m", "only=yes"),
-            "org/model is added: 1 replica; ",
-        ),
-        (["unload"], ("unload", "", ""), "org/model unloaded; no model is deployed\n"),
-        (["unload", "org/model"], ("unload", "org/model", ""), "org/model unloaded; no model is deployed\n"),
-        (["unload", "--all"], ("unload", "", "yes"), "org/model unloaded; no model is deployed\n"),
-        (["token"], ("token",), "TOKEN-1\n"),
-        (
-            ["bench", "--fabric"],
-            ("bench/fabric", ""),
-            "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
-        ),
-        (
-            ["bench", "--fabric", "--model", "org/b"],
-            ("bench/fabric", "org/b"),
-            "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
-        ),
-        (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
-        (
-            ["cluster", "remove", "mini", "--with-admitted"],
-            ("remove", "mini", "yes"),
-            "mini is no longer a member",
-        ),
-        (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
-        (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
-        (["cluster", "members"], ("members",), "name "),
+        ("serve org/model --nodes 2", "serve|org/model|2", f"{ADDED}`mlxtp status` shows the progress\n"),
+        ("serve tiny", "serve|tiny|", ADDED),
+        (f"serve tiny {WISHES}", "serve|tiny||replicas=2|on=a,b|keep=10m|only=yes", ADDED),
+        ("unload", "unload||", UNLOADED),
+        ("unload org/model", "unload|org/model|", UNLOADED),
+        ("unload --all", "unload||yes", UNLOADED),
+        ("token", "token", "TOKEN-1\n"),
+        ("bench --fabric", "bench/fabric|", MEASURED),
+        ("bench --fabric --model org/b", "bench/fabric|org/b", MEASURED),
+        ("cluster remove mini", "remove|mini|", "mini is no longer a member\n"),
+        ("cluster remove mini --with-admitted", "remove|mini|yes", "mini is no longer a member"),
+        ("cluster leave", "leave|", LEFT),
+        ("cluster leave --force", "leave|yes", LEFT),
+        ("cluster members", "members", "name "),
     ],
 )
 def test_each_command_asks_and_says_what_became_of_it(
-    agent: Agent, args: list[str], asked: tuple[str, ...], said: str
+    agent: Agent, command: str, asked: str, said: str
 ) -> None:
-    result = mlxtp(agent.home, *args)
+    result = mlxtp(agent.home, *command.split())
     assert result.exit_code == 0
     assert result.output.startswith(said)
-    assert agent.admin.asked == [asked]
-    assert isinstance(json.loads(agent.shown(*args, "--json")), dict)
+    assert agent.admin.asked == [tuple(asked.split("|"))]
+    assert isinstance(json.loads(agent.shown(*command.split(), "--json")), dict)
 
 
 def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:

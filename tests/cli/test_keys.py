@@ -174,40 +174,26 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "words"),
+    ("command", "status", "words"),
     [
-        (["create", "two words"], 2, "mlxtp: 'two words' cannot be the name of a key; take up to 64 letters"),
-        (["create", "taken"], 1, "mlxtp: there is a key called 'taken'; `mlxtp key revoke taken` ends it"),
-        (
-            ["create", "x", "--per-minute", "0"],
-            2,
-            "mlxtp: --per-minute 0: a key needs at least one request a minute",
-        ),
-        (["create", "x", "--per-minute", "-5"], 2, "mlxtp: --per-minute -5: "),
-        (
-            ["create", "x", "--per-minute", "2000000"],
-            2,
-            "mlxtp: --per-minute 2000000: a key has from 1 to 1000000",
-        ),
-        (["create", "x", "--concurrent", "0"], 2, "mlxtp: --concurrent 0: a key needs at least one"),
-        (["create", "x", "--scope", "root"], 2, "mlxtp: --scope root: the scopes are chat, on-request, load"),
-        (["create", "x", "--expires", "soon"], 2, "mlxtp: --expires: 'soon' is not forever, or a time"),
-        (["create", "x", "--expires", "0"], 2, "mlxtp: --expires 0: a key needs at least one second"),
-        (
-            ["create", "x", "--expires", "9999d"],
-            2,
-            "mlxtp: --expires: '9999d' is not forever, or a time up to 365",
-        ),
-        (["revoke", "nobody"], 1, "mlxtp: no key is called 'nobody'; there is taken"),
+        ("create two,words", 2, "'two,words' cannot be the name of a key; take up to 64 letters"),
+        ("create taken", 1, "there is a key called 'taken'; `mlxtp key revoke taken` ends it"),
+        ("create x --per-minute 0", 2, "--per-minute 0: a key needs at least one request a minute"),
+        ("create x --per-minute -5", 2, "--per-minute -5: "),
+        ("create x --per-minute 2000000", 2, "--per-minute 2000000: a key has from 1 to 1000000"),
+        ("create x --concurrent 0", 2, "--concurrent 0: a key needs at least one"),
+        ("create x --scope root", 2, "--scope root: the scopes are chat, on-request, load"),
+        ("create x --expires soon", 2, "--expires: 'soon' is not forever, or a time"),
+        ("create x --expires 0", 2, "--expires 0: a key needs at least one second"),
+        ("create x --expires 9999d", 2, "--expires: '9999d' is not forever, or a time up to 365"),
+        ("revoke nobody", 1, "no key is called 'nobody'; there is taken"),
     ],
 )
-def test_a_mistake_is_said_and_changes_nothing(
-    tmp_path: Path, args: list[str], status: int, words: str
-) -> None:
+def test_a_mistake_is_said_and_changes_nothing(tmp_path: Path, command: str, status: int, words: str) -> None:
     file = KeyFile(tmp_path)
     file.create("taken", 0, 1.0)
     before = file.load()
-    assert refusal(tmp_path, "key", *args, status=status).startswith(words)
+    assert refusal(tmp_path, "key", *command.split(), status=status).startswith(f"mlxtp: {words}")
     assert file.load() == before
 
 

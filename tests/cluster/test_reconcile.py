@@ -83,6 +83,9 @@ MINI_HAS_IT = StopEpoch("mini has the group now")
 MINI_STOPS = StopEpoch("mini is about to stop, and another group goes on")
 STUDIO_STOPS = StopEpoch("studio is about to stop, and another group goes on")
 ANEW = StopEpoch("it forms again on studio + book")
+HERE_ANEW = StopEpoch("it forms again on studio + mini")
+NEXT: dict[str, Any] = {**runs("a", "b", open_requests=2), "form": form("a", "c")}
+REPLICA: dict[str, Any] = {"refusal": "1 replica is wanted", "assignee": "", "form": None}
 UNLOADED: dict[str, Any] = {"model": "", "form": None}
 AT_B_AND_C: dict[str, Any] = {"form": form("b", "c")}
 
@@ -120,17 +123,11 @@ CASES: dict[str, tuple[dict[str, Any], Action]] = {
     "and before it is ready": (runs("a", "b", ready=False), NoAction()),
     "it forms anew elsewhere": ({**IDLE, "form": form("a", "c")}, ANEW),
     "on fewer Macs": ({**IDLE, "form": form("a")}, StopEpoch("it forms again on studio")),
-    "over another fabric": (
-        {**IDLE, "form": form("a", "b", kind="jaccl")},
-        StopEpoch("it forms again on studio + mini"),
-    ),
-    "with another split": (
-        {**IDLE, "form": form("a", "b", split=(3, 1))},
-        StopEpoch("it forms again on studio + mini"),
-    ),
+    "over another fabric": ({**IDLE, "form": form("a", "b", kind="jaccl")}, HERE_ANEW),
+    "with another split": ({**IDLE, "form": form("a", "b", split=(3, 1))}, HERE_ANEW),
     "at once where it is not ready": ({**runs("a", "b", ready=False), "form": form("a", "c")}, ANEW),
-    "else once requests are done": ({**BUSY, "form": form("a", "c")}, FOR_REQUESTS),
-    "or take too long": ({**BUSY, "form": form("a", "c"), **LATE}, ANEW),
+    "else once requests are done": (NEXT, FOR_REQUESTS),
+    "or take too long": ({**NEXT, **LATE}, ANEW),
     "it ends for another place only when that is calm": ({**runs("a"), "unrest": UNREST}, UNREST),
     "and all of it is heard": ({**runs("a"), "statuses": SILENT}, Wait("mini is silent")),
     "a former owner goes on until its requests are done": ({**BUSY, **B_SERVES}, FOR_REQUESTS),
@@ -142,7 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], Action]] = {
     "nor before it is ready": ({**runs("a", "c", ready=False), **C_SERVES}, MINI_HAS_IT),
     "nor when the next one is dead": ({**runs("a", "c"), **C_SERVES, "statuses": B_DEAD}, MINI_HAS_IT),
     "a group without a place ends with the reason": (
-        {**runs("a"), "assignee": "", "form": None, "refusal": "1 replica is wanted"},
+        {**runs("a"), **REPLICA},
         StopEpoch("1 replica is wanted"),
     ),
     "a new owner waits for the requests of the epoch before": ({"others": {"b": 1}}, FOR_ONE),
@@ -156,11 +153,8 @@ CASES: dict[str, tuple[dict[str, Any], Action]] = {
         {"others": {"b": 1}, "form": form("a", "c"), "statuses": B_DEAD},
         FormEpoch(9, form("a", "c"), ("a-1", "c-1")),
     ),
-    "for a Mac that stops it ends at once, with any requests": (
-        {**BUSY, "form": form("a", "c"), **B_STOPS},
-        MINI_STOPS,
-    ),
-    "and without calm": ({**BUSY, "form": form("a", "c"), **B_STOPS, "unrest": UNREST}, MINI_STOPS),
+    "for a Mac that stops it ends at once": ({**NEXT, **B_STOPS}, MINI_STOPS),
+    "and without calm": ({**NEXT, **B_STOPS, "unrest": UNREST}, MINI_STOPS),
     "and before it is ready, for a Mac that stops": (
         {**runs("a", "b", ready=False), "form": form("a"), **B_STOPS},
         MINI_STOPS,

@@ -99,6 +99,10 @@ def test_json_says_the_same() -> None:
     assert read_machines(text) == read_machines(DESK)
 
 
+def of_chip(name: str) -> str:
+    return NODE.replace("Apple M4 Pro", name)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -111,23 +115,11 @@ def test_json_says_the_same() -> None:
         ('nodes = "x"', "unknown key 'nodes'"),
         ("node = [3]", "machine 1 is 3, not a table"),
         ('[[node]]\nmemory = "8GB"', "machine 1: chip is None"),
-        (
-            NODE.replace("M4 Pro", "M4 Ultra"),
-            "chip is 'Apple M4 Ultra'; the nearest known one is Apple M5 Ultra",
-        ),
-        (
-            NODE.replace("M4 Pro", "M6 Max"),
-            "chip is 'Apple M6 Max'; the nearest known one is Apple M5 Max; it",
-        ),
-        (
-            NODE.replace("M4 Pro", "M4 Prox"),
-            "chip is 'Apple M4 Prox'; the nearest known one is Apple M4 Pro;",
-        ),
-        (
-            NODE.replace("Apple M4 Pro", "M3Ultra"),
-            "chip is 'M3Ultra'; the nearest known one is Apple M3 Ultra;",
-        ),
-        (NODE.replace("Apple M4 Pro", "Xeon"), "chip is 'Xeon'; it can be Apple M1, Apple M1 Pro, "),
+        (of_chip("Apple M4 Ultra"), "chip is 'Apple M4 Ultra'; the nearest known one is Apple M5 Ultra"),
+        (of_chip("Apple M6 Max"), "chip is 'Apple M6 Max'; the nearest known one is Apple M5 Max; it"),
+        (of_chip("Apple M4 Prox"), "chip is 'Apple M4 Prox'; the nearest known one is Apple M4 Pro;"),
+        (of_chip("M3Ultra"), "chip is 'M3Ultra'; the nearest known one is Apple M3 Ultra;"),
+        (of_chip("Xeon"), "chip is 'Xeon'; it can be Apple M1, Apple M1 Pro, "),
         (NODE.replace('"Apple M4 Pro"', "4"), "chip is 4; it can be Apple M1, "),
         (NODE.replace("chip", "cpu"), "machine 1: unknown key 'cpu'"),
         (NODE.replace("48GB", "48"), "memory is '48'; it can be \"512GB\""),
@@ -169,7 +161,7 @@ def test_mistakes_are_named_with_what_may_stand_there(text: str, says: str) -> N
 
 @pytest.mark.parametrize("written", ["M4 Pro", "m4 pro", "Apple  m4 PRO", " apple M4 Pro "])
 def test_a_chip_is_known_however_it_is_written(written: str) -> None:
-    (node,) = read_machines(NODE.replace("Apple M4 Pro", written))
+    (node,) = read_machines(of_chip(written))
     assert node.machine.chip == "Apple M4 Pro"
     assert node.machine.gpu_cores == 20
 

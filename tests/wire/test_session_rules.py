@@ -87,6 +87,8 @@ COMMANDS = (msg.SanityCheck(), msg.Unload(), TIME, msg.Shutdown())
 # FIRST; without tokens on a pipe. It has the code of its last message, which is wrong; those before are not.
 FIRST = 6
 
+COPY = of_prompt(2, 0, 9, (5, 5), save=3)
+FETCH, FETCHED = msg.FetchBlocks(2, 2, DIGEST), msg.FetchedBlocks(2, 1)
 DECODE_CASES: Cases = {
     "a prompt for an old uid": (UID, stop(1), prompt(1, 0, 2, 2)),
     "a prompt for a running uid": (UID, prompt(1, 0, 2, 2)),
@@ -127,24 +129,12 @@ DECODE_CASES: Cases = {
     "a copy under an old uid": (UID, of_prompt(2, 0, 9, (5, 5), save=1)),
     "a copy under its own uid": (UID, of_prompt(2, 0, 9, (5, 5), save=2)),
     "a copy of a whole prompt": (FIELD, of_prompt(2, 0, 2, (5, 5), save=3)),
-    "a prompt under the uid of a copy": (UID, of_prompt(2, 0, 9, (5, 5), save=3), prompt(3, 0, 2, 2)),
-    "a start behind more than a copy holds": (ORDER, of_prompt(2, 0, 9, (5, 5), save=3), behind(3, 3, uid=4)),
-    "dropping a copy twice": (UID, of_prompt(2, 0, 9, (5, 5), save=3), msg.Evict((3,)), msg.Evict((3,))),
-    "covering what is not kept": (
-        UID,
-        of_prompt(2, 0, 9, (5, 5), save=3),
-        of_prompt(2, 2, 9, (5, 5), save=4, covers=(2,)),
-    ),
-    "covering as much as itself": (
-        UID,
-        of_prompt(2, 0, 9, (5, 5), save=3),
-        msg.SessionStop(2, "stop", 1, keep=2, covers=(3,)),
-    ),
-    "covering with nothing": (
-        UID,
-        of_prompt(2, 0, 9, (5, 5), save=3),
-        of_prompt(2, 2, 9, (5, 5), covers=(3,)),
-    ),
+    "a prompt under the uid of a copy": (UID, COPY, prompt(3, 0, 2, 2)),
+    "a start behind more than a copy holds": (ORDER, COPY, behind(3, 3, uid=4)),
+    "dropping a copy twice": (UID, COPY, msg.Evict((3,)), msg.Evict((3,))),
+    "covering what is not kept": (UID, COPY, of_prompt(2, 2, 9, (5, 5), save=4, covers=(2,))),
+    "covering as much as itself": (UID, COPY, msg.SessionStop(2, "stop", 1, keep=2, covers=(3,))),
+    "covering with nothing": (UID, COPY, of_prompt(2, 2, 9, (5, 5), covers=(3,))),
     "keeping more than a prompt": (ORDER, kept(1, 3)),
     "keeping more than was fed": (ORDER, step(1), kept(1, 4)),
     "keeping more than half a prompt": (ORDER, prompt(2, 0, 9, 2), kept(2, 3)),
@@ -159,36 +149,14 @@ DECODE_CASES: Cases = {
     "spilling nothing": (ORDER, msg.Spill(1, 1, 1, DIGEST)),
     "fetching under an old uid": (UID, msg.FetchBlocks(1, 2, DIGEST)),
     "half a digest": (FIELD, msg.FetchBlocks(2, 2, DIGEST + b"half")),
-    "having fetched what was not wanted": (UID, msg.FetchedBlocks(2, 1)),
-    "having fetched twice": (
-        UID,
-        msg.FetchBlocks(2, 2, DIGEST),
-        msg.FetchedBlocks(2, 1),
-        msg.FetchedBlocks(2, 1),
-    ),
-    "having fetched more than was wanted": (FIELD, msg.FetchBlocks(2, 2, DIGEST), msg.FetchedBlocks(2, 2)),
+    "having fetched what was not wanted": (UID, FETCHED),
+    "having fetched twice": (UID, FETCH, FETCHED, FETCHED),
+    "having fetched more than was wanted": (FIELD, FETCH, msg.FetchedBlocks(2, 2)),
     "restoring what was not fetched": (UID, msg.Restore(2, 0)),
-    "restoring before it is fetched": (ORDER, msg.FetchBlocks(2, 2, DIGEST), msg.Restore(2, 1)),
-    "restoring more than was fetched": (
-        ORDER,
-        msg.FetchBlocks(2, 2, DIGEST * 2),
-        msg.FetchedBlocks(2, 1),
-        msg.Restore(2, 2),
-    ),
-    "restoring twice": (
-        UID,
-        msg.FetchBlocks(2, 2, DIGEST),
-        msg.FetchedBlocks(2, 1),
-        msg.Restore(2, 1),
-        msg.Restore(2, 1),
-    ),
-    "a start from what was not restored": (
-        UID,
-        msg.FetchBlocks(2, 2, DIGEST),
-        msg.FetchedBlocks(2, 1),
-        msg.Restore(2, 0),
-        behind(2, 2, uid=3),
-    ),
+    "restoring before it is fetched": (ORDER, FETCH, msg.Restore(2, 1)),
+    "restoring more than was fetched": (ORDER, msg.FetchBlocks(2, 2, DIGEST * 2), FETCHED, msg.Restore(2, 2)),
+    "restoring twice": (UID, FETCH, FETCHED, msg.Restore(2, 1), msg.Restore(2, 1)),
+    "a start from what was not restored": (UID, FETCH, FETCHED, msg.Restore(2, 0), behind(2, 2, uid=3)),
     "a step for what was kept": (UID, kept(1, 2), step(1)),
     "prompts of an old uid": (UID, stop(1), batch((1, 2, 0, 0, 0))),
     "prompts whose uids go back": (UID, batch((3, 2, 0, 0, 0), (2, 2, 0, 0, 0))),

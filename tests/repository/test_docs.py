@@ -70,7 +70,7 @@ def test_a_newcomer_has_little_to_read() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 150
     pages = sorted((ROOT / "docs").glob("*.md"))
     assert len(pages) <= 14
-    assert sum(len(page.read_text().split()) for page in (*pages, *ROOT.glob("[RC]*.md"))) <= 48_000
+    assert sum(len(page.read_text().split()) for page in (*pages, *ROOT.glob("[RC]*.md"))) <= 48_500
 
 
 MOST_MARKS = {"documents": 3, "docstrings": 0, "comments": 0, "printed": 5}

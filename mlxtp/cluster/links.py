@@ -273,7 +273,7 @@ class PeerLinks:
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
             for handler in self.on_lost:
                 if (error := failure_of(handler, link.node_id, why)) is not None:
-                    self._misapplied(link, "end", error)  # and call the other handlers
+                    self._misapplied(link, "end", error)  # then call the other handlers
 
     def _misapplied(self, link: ControlLink, what: str, error: Exception) -> MlxtpError:
         """Log an error in applying a member's message. Return the error that ends its link."""

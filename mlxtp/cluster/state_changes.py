@@ -142,9 +142,9 @@ class RosterProofs:
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
-    """Return True if a member without the authority may remove another: unless it was removed before, by the
-    authority, the founder or itself. Removals by others do not count: their versions prove nothing. `Roster`
-    protects holders of the authority's key.
+    """Return True if a member without the authority may remove another: unless the authority, the founder or
+    itself removed it before. Other removals do not count: their versions prove nothing. `Roster` protects
+    holders of the authority's key.
     """
     if remover.fingerprint == entry.fingerprint:
         return True

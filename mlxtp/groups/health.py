@@ -120,8 +120,8 @@ def of_the_model(error: MlxtpError) -> bool:
 
 
 def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
-    """Return the cause among the consequences: a rank's report about itself before the end of its process,
-    before other ranks' reports that they lost it; among equals the first.
+    """Return the cause among the consequences: the first report of a rank about itself, or else the end of
+    its process, or else a report that others lost it.
     """
 
     def distance(report: FailureReport) -> int:

@@ -60,7 +60,7 @@ def chat(
     """Talk to the model that this Mac's endpoint serves. Needs no API key.
 
     Ctrl-C stops a reply; twice, it leaves. /system TEXT sets instructions, /clear forgets the conversation,
-    /save FILE keeps it in a new file, /quit leaves.
+    /save FILE writes it to a new file, /quit leaves. Nothing is kept without /save.
     """
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)

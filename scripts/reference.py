@@ -22,7 +22,7 @@ from mlxtp.cli.main import app
 from mlxtp.cli.options import AsJson, Home
 from mlxtp.cli.service import DryRun
 from mlxtp.description import CacheCapabilities
-from mlxtp.diagnostics.rows import FAULTS, MAC, ROWS
+from mlxtp.diagnostics.rows import FAULTS, MAC, ROWS, CheckRow
 from mlxtp.engine.families import COPIES_KV_HEADS, DIVIDE
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
@@ -328,10 +328,7 @@ FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the f
 
 def doctor_page() -> str:
     """Return docs/doctor.md with the rows of the doctor and the faults in it."""
-    heads = {
-        row.id: f"### {row.title}\n\n`{row.id}`{' (macOS)' if row.systems == MAC else ''}: {row.why}."
-        for row in ROWS
-    } | {"": "### Groups over JACCL\n\nIn errors and logs, beforehand or afterward."}
+    heads = {row.id: _head(row) for row in ROWS} | {"": "### Groups over JACCL\n\nIn errors and logs:"}
     parts = [
         f"{head}\n\n" + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
         for row, head in heads.items()
@@ -339,16 +336,23 @@ def doctor_page() -> str:
     return _filled("doctor.md", FAULTS_OF, "\n".join(parts).rstrip())
 
 
+def _head(row: CheckRow) -> str:
+    known = row.id == row.title.lower().replace(" ", "-")
+    words = [f"`{row.id}`"] * (not known) + ["on macOS"] * (row.systems == MAC)
+    return "\n\n".join(filter(None, (f"### {row.title}", ", ".join(words))))
+
+
 def _fault(fault: Fault[Any]) -> str:
     level = f", {fault.level}" if fault.row else ""
     what, why, fix = (_with_words(text) for text in (fault.what, fault.why, fault.fix))
     if isinstance(fault.test, partial):
-        what = f"{_code(fault.test.args[0])} means that {what}"
-    same = next(each for each in FAULTS if each.fix == fault.fix)
-    if same is not fault and len(fix.split()) > LONG:
-        fix = f"as for `{same.id}`"
+        what = f"{_code(fault.test.args[0])}: {what}"
+    for same in FAULTS:
+        first = same.fix != fault.fix or FAULTS.index(same) < FAULTS.index(fault)
+        if first and len(same.fix.split()) > LONG:
+            fix = fix.replace(_with_words(same.fix), f"as for `{same.id}`")
     marks = f"`{fault.id}`{level}{' **×**' if fault.stops_rdma else ''}"
-    return f"- {marks}: {what}{': ' if why else ''}{why}. To do: {fix}\n"
+    return f"- {marks}: {what}{': ' if why else ''}{why} → {fix}\n"
 
 
 def _with_words(template: str) -> str:

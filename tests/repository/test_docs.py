@@ -38,7 +38,7 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
     program = words_of_the_program()
     page = (ROOT / "docs" / "doctor.md").read_text()
     messages = page.partition("\n## By the words you read\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([^`]+)` \|", messages, re.MULTILINE)
+    rows = re.findall(r"^- `([^`]+)`: ", messages, re.MULTILINE)
     assert len(rows) > 20
     parts = {part.strip() for row in rows if row not in SYSTEM for part in re.split(r"⟨[^⟩]*⟩", row)}
     assert sorted(part for part in parts if part and part not in program) == []

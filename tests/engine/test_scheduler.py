@@ -221,14 +221,6 @@ def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
     assert tuple(token for c in chunks for token in c.tokens) == request.prompt
 
 
-def test_every_token_has_its_score() -> None:
-    simulation, request = asked(
-        {"drafts": True}, (5, 6, 7, 8) * 4, 12, (5, 6, 7, 8) * 3, scored=True, others=[(3, 4)]
-    )
-    check_answers(simulation)
-    assert request.ends[0].accepted > 0, "drafts and scores go together"
-
-
 def test_nothing_to_do_is_none() -> None:
     assert Simulation().scheduler.next() is None
 

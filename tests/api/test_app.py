@@ -52,14 +52,8 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     parsed = [json.loads(chunk) for chunk in chunks]
     for chunk in chunks:
         ChatCompletionChunk.model_validate_json(chunk)
-    for chunk in parsed:
-        assert chunk.keys() >= {"id", "object", "created", "model", "choices"}
-        assert chunk["object"] == "chat.completion.chunk"
-        assert {(c["id"], c["created"], c["model"]) for c in parsed} == {
-            (chunk["id"], chunk["created"], "org/tiny")
-        }
-        for choice in chunk["choices"]:
-            assert choice.keys() >= {"index", "delta", "finish_reason"}
+    assert len({(chunk["id"], chunk["created"]) for chunk in parsed}) == 1
+    assert {chunk["model"] for chunk in parsed} == {"org/tiny"}
     return parsed
 
 

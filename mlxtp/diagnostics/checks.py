@@ -323,7 +323,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "{port.name} {port.address} is not available: {port.problem}",
         "find its process: sudo lsof -nP -iTCP:{port.number} -sTCP:LISTEN; or take another with {port.flag}"),
     Fault("port-of-mlxtp", "ports", INFO, lambda f: _taken(f, by_mlxtp=True),
-        "{port.name} {port.address} is that of another mlxtp, a demo or an agent with another home",
+        "{port.name} {port.address} is used by another mlxtp, a demo or an agent with another home",
         "`mlxtp doctor --home` with its home; or another port, with {port.flag}"),
     Fault("multicast-denied", "mdns", WARNING, lambda f: _multicast(f, denied=True),
         "{reason}",

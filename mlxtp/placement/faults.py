@@ -455,7 +455,7 @@ OF_FORMING: tuple[Fault[GroupFailure], ...] = (
         partial(_init, r"Couldn't allocate protection domain|queue pair\b.* failed with .*\b96\b"
                        r"|Creating the queue pair failed with .*\b22\b"),
         "JACCL got no protection domain or queue pair: the device's port is down, or it is used up",
-        f"{_PORT_UP}; if it is active, {_FREE}; only a restart is said to give back those of killed ranks"),
+        f"{_PORT_UP}; if it is active, {_FREE}; only a restart is said to free what killed ranks held"),
     Fault("jaccl-memory", "", WARNING, partial(_init, "Register memory region failed"),
         "JACCL could not register its memory: one connection takes 64 or more of a device's 100 regions",
         f"use each device for one cable and one group; {_FREE}"),

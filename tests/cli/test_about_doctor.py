@@ -103,7 +103,7 @@ def test_a_demo_at_the_port_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
         server.shutdown()
     found = rows(result)["ports"]
     assert (result.exit_code, found["level"]) == (0, "info")
-    assert f"endpoint {address} is that of another mlxtp, a demo" in found["findings"][0]["what"]
+    assert f"endpoint {address} is used by another mlxtp, a demo" in found["findings"][0]["what"]
 
 
 def test_a_home_that_an_agent_holds_without_answering_is_an_error(

@@ -205,7 +205,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      Level.ERROR,
      "endpoint 127.0.0.1:52415 is not available: in use", "sudo lsof -nP -iTCP:52415"),
     ("ports", _of("network", ports=(PortFacts("endpoint", "--http", ":1", False, "in use", by_mlxtp=True),)),
-     Level.INFO, "is that of another mlxtp, a demo", "mlxtp doctor --home"),
+     Level.INFO, "is used by another mlxtp, a demo", "mlxtp doctor --home"),
     ("mdns", _of("network", heard=()), Level.OK, "no other Mac", ""),
     ("mdns", lambda facts: _of("network", heard=())(_mini(heard=False)(facts)), Level.WARNING,
      "no Mac is found, though mini is linked", "--peer HOST:PORT"),

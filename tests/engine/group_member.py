@@ -1,12 +1,7 @@
-"""One member of a bare group: `group_member.py RANK HOSTS OUTPUT MODEL...`, no agent, no links.
-
-Forms the group, does with it what a rank does, and writes down what it saw: OUTPUT.json and OUTPUT.npz.
-"""
+"""One member of a bare group (`members.py`), which proves itself and says something with each model."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,15 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtp.engine.group import CollectiveCounter, Group, form
+from mlxtp.engine.group import CollectiveCounter, Group
 from mlxtp.engine.loader import load, make_cache
+
+from .members import Notes, be_member
 
 PROMPT = (0, 43, 38, 49, 40, 52, 51, 18, 50, 42, 55, 300, 41, 77, 5, 9)
 STEPS = 8
-FORM_S = 60.0
 
 
-def forwards(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+def forwards(folder: Path, group: Group, counter: CollectiveCounter) -> Notes:
     """Prefill and greedy steps as a runner does them: (what was counted, the logits of every forward)."""
     loaded = load(folder, group, lambda: None)
     cache = make_cache(loaded.model)
@@ -46,12 +42,7 @@ def forwards(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[di
     return facts, logits
 
 
-def main() -> None:
-    rank, hosts, output, *models = sys.argv[1:]
-    counter = CollectiveCounter()
-    counter.install()
-    addresses = tuple(hosts.split(","))
-    group = form("ring", int(rank), len(addresses), addresses, folder=Path(output).parent, deadline_s=FORM_S)
+def prove(group: Group, counter: CollectiveCounter) -> dict[str, Any]:
     facts: dict[str, Any] = {"rank": group.rank, "size": group.size}
     facts["proof"] = asdict(group.prove(4_000_000_000))
     facts["proof_collectives"] = counter.count
@@ -60,14 +51,8 @@ def main() -> None:
         rows: group.agree(mx.arange(rows, dtype=mx.int32) + 1000 * group.rank).tolist()
         for rows in (1, 3, 64, 100)
     }
-    arrays = {}
-    for model in models:
-        name = Path(model).name
-        facts[name], logits = forwards(Path(model), group, counter)
-        arrays |= {f"{name}-{step}": value for step, value in logits.items()}
-    Path(f"{output}.json").write_text(json.dumps(facts))
-    np.savez(f"{output}.npz", **arrays)
+    return facts
 
 
 if __name__ == "__main__":
-    main()
+    be_member(forwards, prove)

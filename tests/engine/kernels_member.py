@@ -32,18 +32,9 @@ def kernels() -> int:
 def main() -> None:
     folder, alone = sys.argv[1:]
     bootstrap = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
-    nothing: Any = None
+    how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
     here = Path(tempfile.gettempdir())
-    rank = RankExecutor(
-        bootstrap,
-        1,
-        here,
-        RankTelemetry(),
-        CollectiveCounter(),
-        shaping=RequestShaping(),
-        exchange=nothing,
-        post=print,
-    )
+    rank = RankExecutor(bootstrap, 1, here, RankTelemetry(), CollectiveCounter(), **how)
     rank.execute(LoadShard(folder, CHUNK, ()))
     assert rank.loaded is not None
     before = kernels()

@@ -1,16 +1,12 @@
-"""One member of a group that divides models: `own_family_member.py RANK HOSTS OUTPUT MODEL...`.
+"""One member of a bare group (`members.py`) that divides models.
 
-OUTPUT.npz has `MODEL/WHAT`: the logits of every chunk of some prompts, and of steps with all of them in one
-batch. OUTPUT.json has facts of each model.
+Its arrays are the logits of every chunk of some prompts, and of steps with all of them in one batch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,17 +21,17 @@ from mlxtp.engine.batch import (
     SlotCaches,
     in_parts,
 )
-from mlxtp.engine.group import CollectiveCounter, form
+from mlxtp.engine.group import CollectiveCounter, Group
 from mlxtp.engine.loader import ModelShare, load, run_alone
 from mlxtp.engine.recurrent import views_of
 
+from .members import Notes, be_member
 from .vocabulary_member import first, reads_own_bytes
 
 LENGTHS = (21, 9, 5)
 """Of the prompts."""
 CHUNK = 8
 STEPS = 3
-FORM_S = 60.0
 
 
 def prompt(row: int, size: int) -> list[int]:
@@ -51,7 +47,7 @@ def fed(step: int, size: int) -> list[int]:
     return [(31 * step + 11 * row + 2) % size for row in range(len(LENGTHS))]
 
 
-def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+def forwards(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
     vocabulary, model = loaded.vocabulary, loaded.model
     kind = CacheKind(model)
     rows = range(len(LENGTHS))
@@ -109,26 +105,14 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
     return facts, {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
 
 
-def main() -> None:
-    rank, hosts, output, *models = sys.argv[1:]
-    counter = CollectiveCounter()
-    counter.install()
-    addresses = tuple(hosts.split(","))
-    group = form("ring", int(rank), len(addresses), addresses, folder=Path(output).parent, deadline_s=FORM_S)
-    facts: dict[str, Any] = {}
-    arrays: dict[str, Any] = {}
-    for model in models:
-        name = Path(model).name
-        loaded = load(Path(model), group, lambda: None)
-        own, same = reads_own_bytes(loaded, Path(model), group)
-        if group.rank:
-            run_alone(loaded, group.size, partial(first, loaded))  # rank 0 would not answer a collective
-        found, numbers = forwards(loaded, counter)
-        facts[name] = {**found, "own": own, "same": same}
-        arrays |= {f"{name}/{what}": array for what, array in numbers.items()}
-    Path(f"{output}.json").write_text(json.dumps(facts))
-    np.savez(f"{output}.npz", **arrays)
+def work(folder: Path, group: Group, counter: CollectiveCounter) -> Notes:
+    loaded = load(folder, group, lambda: None)
+    own, same = reads_own_bytes(loaded, folder, group)
+    if group.rank:
+        run_alone(loaded, group.size, partial(first, loaded))  # rank 0 would not answer a collective
+    facts, arrays = forwards(loaded, counter)
+    return {**facts, "own": own, "same": same}, arrays
 
 
 if __name__ == "__main__":
-    main()
+    be_member(work)

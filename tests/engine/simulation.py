@@ -19,14 +19,7 @@ from mlxtp.engine import kv_cache
 from mlxtp.engine.disk_index import DiskIndex
 from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from mlxtp.engine.scheduler import NO_FORWARD, QueuedForward, Scheduler
-from mlxtp.engine.steps import (
-    DecodeFrame,
-    Guide,
-    Policy,
-    SampledToken,
-    Score,
-    StepResult,
-)
+from mlxtp.engine.steps import DecodeFrame, Guide, Policy, SampledToken, Score, StepResult
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import (
     Arrange,
@@ -281,10 +274,7 @@ class Ranks:
         """The token in each row's graph, which its next forward feeds."""
 
     def make(
-        self,
-        frame: DecodeFrame,
-        queued: QueuedForward = NO_FORWARD,
-        known: Callable[[], None] = lambda: None,
+        self, frame: DecodeFrame, queued: QueuedForward = NO_FORWARD, known: Callable[[], None] = lambda: None
     ) -> tuple[tuple[int, int], ...] | None:
         """Carry out a frame. Of a forward: (uid, token) of everything it chose, in order.
 

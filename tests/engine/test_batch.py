@@ -41,7 +41,7 @@ from mlxtp.engine.loader import leaves
 from mlxtp.errors import Code, ModelError
 from mlxtp.wire.messages import MAX_WIDTH
 
-from .families import FAMILIES
+from .families import FAMILIES, OTHERS
 from .small_models import write_model
 from .tables import refused
 
@@ -383,36 +383,9 @@ def test_what_wrong_drafts_leave_in_a_ring_is_in_no_window(tmp_path: Path, width
         said += more[:1]
 
 
-GEMMA3N = {
-    "model_type": "gemma3n_text",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "sliding_window": 60,
-    "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "altup_active_idx": 0,
-    "altup_correct_scale": True,
-    "altup_num_inputs": 2,
-    "laurel_rank": 8,
-    "rope_theta": 10000.0,
-    "rope_local_base_freq": 10000.0,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "final_logit_softcapping": 30.0,
-    "query_pre_attn_scalar": 16.0,
-    "altup_coef_clip": 120.0,
-    "activation_sparsity_pattern": [0.0] * 6,
-}
-
-
 def test_a_layer_may_read_the_ring_of_another(tmp_path: Path) -> None:
-    model, _ = load_model(write_model(tmp_path, model_type="gemma3n", attentive=True, text_config=GEMMA3N))
+    text = {**OTHERS["gemma3n"]["text_config"], "model_type": "gemma3n_text", "sliding_window": 60}
+    model, _ = load_model(write_model(tmp_path, model_type="gemma3n", attentive=True, text_config=text))
     kind, random = CacheKind(model), Random(8)
     batch, said = kind.empty_batch(), some_tokens(random, 150)
     assert isinstance(batch, SlotCaches)
@@ -491,14 +464,8 @@ def test_sharing_makes_caches_of_their_own(model_of: Callable[[str], Any]) -> No
 
 
 EVERY_KIND = (
-    "llama",
-    "gpt_oss",
-    "exaone_moe",
-    "qwen3_5",
-    "deepseek_v32",
-    "iquestloopcoder",
-    "longcat_flash",
-    "longcat_flash_ngram",
+    *("llama", "gpt_oss", "exaone_moe", "qwen3_5", "deepseek_v32", "iquestloopcoder"),
+    *("longcat_flash", "longcat_flash_ngram"),
 )
 """Families whose caches are plain, windows, recurrent, lists of plain ones, and mixtures of these."""
 
@@ -613,13 +580,8 @@ def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> N
 def test_what_caches_can_do_is_seen_from_their_kind(
     model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, truncatable: bool
 ) -> None:
-    kind = CacheKind(model_of(family))
-    assert (kind.can.rolls_back, kind.can.batched, kind.can.truncatable, kind.can.copyable) == (
-        slots,
-        batches,
-        truncatable,
-        True,
-    )
+    can = CacheKind(model_of(family)).can
+    assert (can.rolls_back, can.batched, can.truncatable, can.copyable) == (slots, batches, truncatable, True)
 
 
 def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_path: Path) -> None:
@@ -635,12 +597,8 @@ def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_
 def test_quantized_caches_share_a_batch_and_can_be_kept(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, head_dim=64))
     kind = CacheKind(model, kv_bits=8)
-    assert (kind.can.rolls_back, kind.can.batched, kind.can.truncatable, kind.can.copyable) == (
-        True,
-        True,
-        True,
-        True,
-    )
+    can = kind.can
+    assert (can.rolls_back, can.batched, can.truncatable, can.copyable) == (True,) * 4
     caches = kind.new()
     plain = prefilled(model, [1, 2, 3])
     model(mx.array([[1, 2, 3]]), cache=caches)

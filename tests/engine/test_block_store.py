@@ -197,7 +197,7 @@ def test_blocks_of_other_lengths_are_no_cache() -> None:
         caches_of([KVCache()], items, 8, truncatable=True)
 
 
-def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:
+def test_a_file_that_vanishes_is_a_miss_and_is_written_again(open_store: Open) -> None:
     store = open_store()
     store.put(1)
     store.put(2)
@@ -206,6 +206,10 @@ def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:
     assert store.read(1).blocks == 0
     assert not store.store.is_kept(digest(1))
     assert not store.store.is_kept(digest(2)), "it looks again"
+    store.put(1)
+    store.files()[0].unlink()
+    store.put(1)
+    assert store.read(1).blocks == 1
 
 
 def test_a_folder_that_was_removed_is_made_again(open_store: Open, tmp_path: Path) -> None:
@@ -218,6 +222,9 @@ def test_a_folder_that_was_removed_is_made_again(open_store: Open, tmp_path: Pat
     assert store.read(1).blocks == 0
     assert [path.name for path in (tmp_path / "cache" / "layout").glob("about*")] == ["about.json"]
     assert used(tmp_path / "cache") == int((tmp_path / "cache" / ".used").read_text())
+    shutil.rmtree(tmp_path / "cache")
+    assert store.read(3).blocks == 0
+    assert not store.store.is_kept(digest(3))
 
 
 def test_files_of_other_names_are_let_alone(open_store: Open, tmp_path: Path) -> None:
@@ -373,10 +380,7 @@ def test_a_disk_that_fails_ends_the_writing_with_one_line(
 
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_a_disk_that_has_room_again_is_written_again(
-    open_store: Open,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    from_the_start: bool,
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], from_the_start: bool
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -500,18 +504,6 @@ def test_what_a_killed_process_left_is_not_in_the_way_of_another_of_its_number(
     assert store.read(1).blocks == 1
 
 
-def test_a_folder_that_is_removed_is_made_again(open_store: Open, tmp_path: Path) -> None:
-    store = open_store()
-    store.put(1)
-    shutil.rmtree(tmp_path / "cache")
-    store.put(2)
-    assert store.read(2).blocks == 1
-    assert (store.files()[0].parent / "about.json").exists()
-    shutil.rmtree(tmp_path / "cache")
-    assert store.read(2).blocks == 0
-    assert not store.store.is_kept(digest(2))
-
-
 def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) -> None:
     store = open_store()
     store.put(1)
@@ -520,14 +512,6 @@ def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) ->
         file.unlink()
     store.put(3, previous=2)
     assert [store.store.is_kept(digest(number)) for number in (1, 2, 3)] == [False, False, True]
-
-
-def test_a_block_whose_file_was_removed_is_written_again(open_store: Open) -> None:
-    store = open_store()
-    store.put(1)
-    store.files()[0].unlink()
-    store.put(1)
-    assert store.read(1).blocks == 1
 
 
 def test_a_block_that_is_deleted_can_be_written_at_once(open_store: Open) -> None:

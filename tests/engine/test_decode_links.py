@@ -58,18 +58,9 @@ class Group:
             first = founder(folder)
             self.macs = [first, *(member_of(first, folder) for _ in range(size - 1))]
             self.outsider = member_of(first, folder)
-        self.bootstrap = Bootstrap(
-            rank=0,
-            world_size=size,
-            backend="ring",
-            hosts=("",) * size,
-            decode_address=f"127.0.0.1:{self.port}",
-            epoch_key=KEY,
-            deadline_s=WAIT_S,
-            ack_deadline_s=1.0,
-            run_ahead=1,
-            pins=tuple(mac.identity.fingerprint for mac in self.macs),
-        )
+        pins = tuple(mac.identity.fingerprint for mac in self.macs)
+        address, hosts = f"127.0.0.1:{self.port}", ("",) * size
+        self.bootstrap = Bootstrap(0, size, "ring", hosts, address, KEY, WAIT_S, 1.0, 1, pins=pins)
         self._threads = ThreadPoolExecutor()
         self._links: list[Future[Links]] = []
 

@@ -72,16 +72,9 @@ class Story:
         self._orders = [*orders, Shutdown()]
         self.mail = Mailbox()
         desk = RequestShaping()
-        self.rank = RankExecutor(
-            replace(ALONE, **bootstrap),
-            1,
-            tmp_path,
-            self.status,
-            CollectiveCounter(),
-            shaping=desk,
-            exchange=None,  # type: ignore[arg-type]  # JACCL's
-            post=partial(self.mail.post, DISK),
-        )
+        how: Any = {"shaping": desk, "exchange": None, "post": partial(self.mail.post, DISK)}
+        alone = replace(ALONE, **bootstrap)
+        self.rank = RankExecutor(alone, 1, tmp_path, self.status, CollectiveCounter(), **how)
         pipe: Any = self
         self.followers = Followers({}, self.mail)
         self._loop = DecodeLoop(self.rank, self.mail, pipe, self.followers, desk)
@@ -129,11 +122,15 @@ class Crossing(Mailbox):
         return True
 
 
+def load_of(folder: Path, **more: Any) -> LoadShard:
+    return LoadShard(str(folder), 512, (), **more)
+
+
 def test_a_message_that_arrives_while_another_sender_is_asked_is_not_slept_over(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "Mailbox", Crossing)
-    *_, finished = Story(tmp_path, LoadShard(str(folder), 512, ()), Generate(1, (7, 8, 9), 4)).play()
+    *_, finished = Story(tmp_path, load_of(folder), Generate(1, (7, 8, 9), 4)).play()
     assert isinstance(finished, Finished)
 
 
@@ -142,9 +139,8 @@ def test_large_command_buffers_take_small_chunks_of_prompts(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, large: bool, chunks: list[int]
 ) -> None:
     monkeypatch.setattr("mlxtp.chunks.BUFFERED", 64)
-    story = Story(
-        tmp_path, LoadShard(str(folder), 512, ()), Generate(1, (7, 8, 9, 10) * 60, 2), large_buffers=large
-    )
+    asked = Generate(1, (7, 8, 9, 10) * 60, 2)
+    story = Story(tmp_path, load_of(folder), asked, large_buffers=large)
     frames = list[Message]()
     monkeypatch.setattr(story.followers, "send", lambda message: frames.append(message) or len(frames))
     story.play()
@@ -152,8 +148,7 @@ def test_large_command_buffers_take_small_chunks_of_prompts(
 
 
 def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
-    load = LoadShard(str(folder), 512, ())
-    *_, accepted, refused = Story(tmp_path, load, Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
+    *_, accepted, refused = Story(tmp_path, load_of(folder), Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
     assert accepted == Accepted(1)
     assert isinstance(refused, Error)
     assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
@@ -206,15 +201,10 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Acks for a forward arrive while the frame after it is sent, once rank 0 has settled it."""
-    orders = LoadShard(str(folder), 512, ()), Generate(1, PROMPT, 6, ignore_eos=True)
+    orders = load_of(folder), Generate(1, PROMPT, 6, ignore_eos=True)
     story = Story(tmp_path, *orders, speculation="off")
     settled, acknowledged, left = list[int](), set[int](), list[int]()
-    send, settle, launch, wait = (
-        story.followers.send,
-        story.rank.settle,
-        story.rank.launch,
-        story.mail.wait,
-    )
+    send, settle, launch, wait = (story.followers.send, story.rank.settle, story.rank.launch, story.mail.wait)
 
     def note(result: Result) -> Result:
         settled.append(result.step)
@@ -232,11 +222,11 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     monkeypatch.setattr(story.rank, "launch", queue)
     monkeypatch.setattr(story.followers, "send", lambda message: arrive(send(message)))
     monkeypatch.setattr(story.followers, "acknowledged", lambda result: result.step in acknowledged)
-    monkeypatch.setattr(
-        story.mail,
-        "wait",
-        lambda timeout_s=None, of=(): arrive(wait(0, of) if settled else wait(timeout_s, of)),
-    )
+
+    def waits(timeout_s: float | None = None, of: Iterable[int] = ()) -> Any:
+        return arrive(wait(0, of) if settled else wait(timeout_s, of))
+
+    monkeypatch.setattr(story.mail, "wait", waits)
     story.play()
     assert left == [0, 0, 1, 2, 3, 4]
 
@@ -247,7 +237,7 @@ def test_a_first_token_leaves_before_the_next_prompt_is_queued_and_no_step_waits
     def asks(uid: int) -> Generate:
         return Generate(uid, (uid, *PROMPT, *PROMPT), 3, ignore_eos=True)  # too long to be computed together
 
-    story = Story(tmp_path, LoadShard(str(folder), 512, ()), asks(1), *[Shutdown()] * 2, speculation="off")
+    story = Story(tmp_path, load_of(folder), asks(1), *[Shutdown()] * 2, speculation="off")
     events, launch = list[str](), story.rank.launch
 
     def hears(message: Message) -> None:
@@ -273,7 +263,7 @@ class Pair(Story):
     def __init__(self, tmp_path: Path, folder: Path) -> None:
         shaping = Shaping(grammar_kind="regex", grammar="[ab]{6}")
         guided = Generate(1, PROMPT, 9, shaping=shaping)
-        super().__init__(tmp_path, LoadShard(str(folder), 512, ()), guided, Shutdown())
+        super().__init__(tmp_path, load_of(folder), guided, Shutdown())
 
     def send(self, message: Message) -> None:
         super().send(message)
@@ -344,7 +334,7 @@ def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[int]()
-    story = Story(tmp_path, LoadShard(str(folder), 512, ()))
+    story = Story(tmp_path, load_of(folder))
     read = grammar.read_tokenizer
 
     def note(*args: Any) -> Any:
@@ -413,7 +403,7 @@ def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(
     tmp_path: Path, folder: Path
 ) -> None:
     """Half of it was said by a group that failed."""
-    load = LoadShard(str(folder), 512, ())
+    load = load_of(folder)
     again = Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1)
     *_, finished = Story(tmp_path, load, again, queue_s=0.0).play()
     assert isinstance(finished, Finished)

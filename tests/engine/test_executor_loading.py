@@ -47,18 +47,7 @@ def test_on_metal_a_rank_runs_its_first_forwards_alone(
     )
     monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
     monkeypatch.setattr(rank_module, "kv_room_bytes", lambda _: 1 << 20)
-    bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
-    nothing: Any = None
-    rank = RankExecutor(
-        bootstrap,
-        1,
-        tmp_path,
-        RankTelemetry(),
-        CollectiveCounter(),
-        shaping=RequestShaping(),
-        exchange=nothing,
-        post=print,
-    )
+    rank = a_rank(tmp_path, ranks=ranks)
     rank.execute(Init())
     folder = write_model(tmp_path / "model")
     assert isinstance(rank.execute(LoadShard(str(folder), 64, ())), Loaded)
@@ -86,8 +75,8 @@ COUNTED = CountedShare(427_264, 512)
 """Share of one rank of the model that `write_model` makes."""
 
 
-def a_rank(folder: Path, rank: int = 0) -> RankExecutor:
-    bootstrap = Bootstrap(rank, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1)
+def a_rank(folder: Path, rank: int = 0, ranks: int = 1) -> RankExecutor:
+    bootstrap = Bootstrap(rank, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
     return RankExecutor(bootstrap, 1, folder, RankTelemetry(), CollectiveCounter(), **how)
 

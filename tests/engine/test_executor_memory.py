@@ -35,17 +35,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> RankExecutor:
-    nothing: Any = None
-    return RankExecutor(
-        bootstrap(),
-        1,
-        tmp_path,
-        RankTelemetry(),
-        CollectiveCounter(),
-        shaping=RequestShaping(),
-        exchange=nothing,
-        post=print,
-    )
+    how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
+    return RankExecutor(bootstrap(), 1, tmp_path, RankTelemetry(), CollectiveCounter(), **how)
 
 
 # --- what is given back ----------------------------------------------------------------------------------

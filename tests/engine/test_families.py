@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +17,15 @@ from mlxtp.description import from_text
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.pipelines import counted_shares
 
-from ..live_cluster import WAIT_S
+from .bare_groups import Group, run_group
 from .described_models import described
-from .families import FAMILIES, NAMED, QWEN3_5, asked_for
+from .families import FAMILIES, NAMED, QWEN3_5, asked_for, named, of
 from .mlx_lm_sources import shardable_families
 from .small_models import change_weights, write_model
-from .test_group_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
-ROOT = Path(__file__).parents[2]
 MEMBER = "tests.engine.vocabulary_member"
 NOT_TRIED = {"deepseek_v41", "glm_moe_dsa", "kimi_k3", "minimax_m3_vl", "muse_spark", "prism_hadamard_qwen35"}
 """Families that need Metal, or differ from one that is tried in other things than the vocabulary."""
@@ -53,30 +48,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         if (family, form) not in NOT_ON_A_CPU
     },
     # A dense MLP beside layers of experts: two ranks cannot share its groups of 32 weights, or its width.
-    "glm4_moe-whole": {
-        "model_type": "glm4_moe",
-        **FAMILIES["glm4_moe"],
-        "intermediate_size": 96,
-        "quantize": 32,
-    },
-    "deepseek_v2-whole": {
-        "model_type": "deepseek_v2",
-        **FAMILIES["deepseek_v2"],
-        "intermediate_size": 129,
-    },
+    "glm4_moe-whole": named("glm4_moe", FAMILIES["glm4_moe"], intermediate_size=96, quantize=32),
+    "deepseek_v2-whole": named("deepseek_v2", FAMILIES["deepseek_v2"], intermediate_size=129),
 }
 """Folder name -> what `write_model` takes."""
 FORMED = {"llama-bf16", "qwen3-bf16", "qwen2-4bit", "qwen3_moe-4bit", "gpt_oss-4bit", "deepseek_v3-8bit"}
 """What every run tries in another form: each family once."""
 ALWAYS = {name for name in MODELS if name in FORMED or not name.endswith(tuple(FORMS))}
 CASES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.chaos) for name in MODELS]
-WIDE: Mapping[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "vocab_size": 131071,
-    "dtype": mx.bfloat16,
-}
+WIDE = of(hidden_size=256, intermediate_size=512, num_hidden_layers=6, vocab_size=131071, dtype=mx.bfloat16)
 """Most of it is its vocabulary."""
 FOUR: Mapping[str, Mapping[str, Any]] = {
     "four": {"num_key_value_heads": 4, "vocab_size": 509, "head_dim": 32, "quantize": 32},
@@ -86,36 +66,8 @@ FOUR: Mapping[str, Mapping[str, Any]] = {
 """For four ranks. Of five tokens the last rank has none."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Notes of the members of a group, in rank order, and the folders of their models."""
-
-    facts: list[dict[str, Any]]
-    arrays: list[dict[str, Any]]
-    folder: Path
-
-    def steps(self, rank: int, model: str, what: str) -> list[Any]:
-        return [self.arrays[rank][f"{model}/{what}-{step}"] for step in range(1 + STEPS)]
-
-
-def run_group(root: Path, ranks: int, models: list[str], member: str = MEMBER) -> Group:
-    hosts = free_hosts(ranks)
-    folders = [str(root / model) for model in models]
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-m", member, str(rank), hosts, str(root / f"rank-{rank}"), *folders], cwd=ROOT
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        assert [member.wait(WAIT_S) for member in members] == [0] * ranks
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    facts = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    arrays = [dict(np.load(root / f"rank-{rank}.npz")) for rank in range(ranks)]
-    return Group(facts, arrays, root)
+def steps_of(group: Group, rank: int, model: str, what: str) -> list[Any]:
+    return [group.arrays[rank][f"{model}/{what}-{step}"] for step in range(1 + STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +81,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     change_weights(write_model(root / "nan"), model__embed_tokens__weight=weight)
     change_weights(write_model(root / "lacking"), model__norm__weight=None)
     write_model(root / "wide", **WIDE)
-    return run_group(root, 2, ["nan", "lacking", "wide", *tried])
+    return run_group(root, 2, ["nan", "lacking", "wide", *tried], MEMBER)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +89,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Group:
     root = tmp_path_factory.mktemp("four")
     for name, changes in FOUR.items():
         write_model(root / name, **changes)
-    return run_group(root, 4, list(FOUR))
+    return run_group(root, 4, list(FOUR), MEMBER)
 
 
 def alone(folder: Path, tokens: list[Any]) -> list[Any]:
@@ -155,7 +107,7 @@ def assert_like_alone(group: Group, model: str) -> None:
     Errors are measured in standard deviations of the logits. In float32 they are about 1e-6; bfloat16 leaves
     some hundredths, and what belongs to another token or layer is off by one and more.
     """
-    tokens = group.steps(0, model, "tokens")
+    tokens = steps_of(group, 0, model, "tokens")
     rounding = 0.1 if model.endswith(("bf16", "8bit")) else 1e-4
     for step, full in enumerate(alone(group.folder / model, tokens)):
         logits = group.arrays[0][f"{model}/logits-{step}"]
@@ -173,11 +125,11 @@ def assert_of_one_mind(group: Group, model: str) -> None:
         for name, array in group.arrays[0].items():
             if name.startswith(f"{model}/"):
                 np.testing.assert_array_equal(group.arrays[rank][name], array, name)
-        logits = group.steps(rank, model, "logits")
-        for step, tokens in enumerate(group.steps(rank, model, "tokens")):
+        logits = steps_of(group, rank, model, "logits")
+        for step, tokens in enumerate(steps_of(group, rank, model, "tokens")):
             assert (tokens == logits[step][:, -1].argmax(axis=-1)).all()
         for brought, found in zip(
-            group.steps(rank, model, "embeddings"), group.steps(rank, model, "looked-up"), strict=True
+            steps_of(group, rank, model, "embeddings"), steps_of(group, rank, model, "looked-up"), strict=True
         ):
             assert brought.any()
             assert (brought == found).all()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +17,35 @@ from mlxtp.errors import Code, GroupError
 
 from ..live_cluster import SLOWNESS, WAIT_S
 from ..reference import TINY
+from .bare_groups import Group, free_hosts, run_group
 from .group_member import STEPS, forwards
+from .members import Notes
 from .small_models import write_model
 from .tables import refused
 
 pytestmark = pytest.mark.group
 
-MEMBER = Path(__file__).parent / "group_member.py"
-FAMILIES = ["tiny", "llama", "untied", "quantized", "qwen2", "qwen3"]
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "untied": {"tie_word_embeddings": False},
+    "quantized": {"quantize": 32},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+}
+FAMILIES = [TINY.name, *MODELS]
 DIGEST = 4_000_000_000
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of both members of the group, and the folders of their models."""
-
-    facts: list[dict[str, Any]]
-    logits: list[dict[str, Any]]
-    folders: dict[str, Path]
-
-
-def free_hosts(count: int) -> str:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    hosts = ",".join("{}:{}".format(*sock.getsockname()) for sock in sockets)
-    for sock in sockets:
-        sock.close()
-    return hosts
-
-
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Group:
     root = tmp_path_factory.mktemp("numerics")
-    folders = {
-        "tiny": TINY,
-        "llama": write_model(root / "llama"),
-        "untied": write_model(root / "untied", tie_word_embeddings=False),
-        "quantized": write_model(root / "quantized", quantize=32),
-        "qwen2": write_model(root / "qwen2", model_type="qwen2"),
-        "qwen3": write_model(root / "qwen3", model_type="qwen3"),
-    }
-    hosts = free_hosts(2)
-    models = [str(folder) for folder in folders.values()]
-    members = [
-        subprocess.Popen([sys.executable, str(MEMBER), str(rank), hosts, str(root / f"rank-{rank}"), *models])
-        for rank in range(2)
-    ]
-    try:
-        assert [member.wait(WAIT_S) for member in members] == [0, 0]
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    facts = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    logits = [dict(np.load(root / f"rank-{rank}.npz")) for rank in range(2)]
-    return Outcome(facts, logits, folders)
+    for name, changes in MODELS.items():
+        write_model(root / name, **changes)
+    return run_group(root, 2, [TINY, *MODELS], "tests.engine.group_member")
 
 
-def alone(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def alone(outcome: Group, family: str) -> Notes:
+    folder = TINY if family == TINY.name else outcome.folder / family
     return forwards(folder, LoneGroup(), CollectiveCounter())
 
 
@@ -83,27 +53,27 @@ def alone(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_say_what_one_says(outcome: Outcome, family: str) -> None:
-    facts, logits = alone(outcome.folders[family])
+def test_two_ranks_say_what_one_says(outcome: Group, family: str) -> None:
+    facts, logits = alone(outcome, family)
     for rank in range(2):
         assert outcome.facts[rank][family]["tokens"] == facts["tokens"]
         for step in range(1 + STEPS):
             np.testing.assert_allclose(
-                outcome.logits[rank][f"{family}-{step}"], logits[str(step)], rtol=0, atol=1e-3
+                outcome.arrays[rank][f"{family}/{step}"], logits[str(step)], rtol=0, atol=1e-3
             )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_ranks_hold_the_same_bits(outcome: Outcome, family: str) -> None:
-    names = [name for name in outcome.logits[0] if name.startswith(f"{family}-")]
+def test_both_ranks_hold_the_same_bits(outcome: Group, family: str) -> None:
+    names = [name for name in outcome.arrays[0] if name.startswith(f"{family}/")]
     assert len(names) == 1 + STEPS
     for name in names:
-        assert np.array_equal(outcome.logits[0][name], outcome.logits[1][name])
+        assert np.array_equal(outcome.arrays[0][name], outcome.arrays[1][name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_takes_two_collectives_a_layer_and_three_for_its_tokens(
-    outcome: Outcome, family: str
+    outcome: Group, family: str
 ) -> None:
     """One embeds, one gathers the logits, one agrees."""
     for facts in outcome.facts:
@@ -112,8 +82,8 @@ def test_a_forward_takes_two_collectives_a_layer_and_three_for_its_tokens(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_rank_holds_about_half_of_what_is_divided(outcome: Outcome, family: str) -> None:
-    whole = alone(outcome.folders[family])[0]["weight_bytes"]
+def test_each_rank_holds_about_half_of_what_is_divided(outcome: Group, family: str) -> None:
+    whole = alone(outcome, family)[0]["weight_bytes"]
     shares = [facts[family]["weight_bytes"] for facts in outcome.facts]
     assert shares[0] == shares[1]
     assert whole / 2 < shares[0] < whole
@@ -122,14 +92,14 @@ def test_each_rank_holds_about_half_of_what_is_divided(outcome: Outcome, family:
 # --- the group itself -------------------------------------------------------------------------------------
 
 
-def test_the_group_is_proved_by_value(outcome: Outcome) -> None:
+def test_the_group_is_proved_by_value(outcome: Group) -> None:
     assert [(f["rank"], f["size"]) for f in outcome.facts] == [(0, 2), (1, 2)]
     for facts in outcome.facts:
         assert facts["proof"] == {"total": 2, "ranks": [0, 1], "digests": [DIGEST, DIGEST]}
         assert facts["proof_collectives"] == 2
 
 
-def test_a_stranger_is_found_by_its_digest(outcome: Outcome) -> None:
+def test_a_stranger_is_found_by_its_digest(outcome: Group) -> None:
     for facts in outcome.facts:
         proof = facts["proof_of_strangers"]
         assert proof["digests"] == [100, 101]
@@ -138,7 +108,7 @@ def test_a_stranger_is_found_by_its_digest(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 100])
-def test_what_rank_0_chose_is_what_every_rank_feeds(outcome: Outcome, rows: int) -> None:
+def test_what_rank_0_chose_is_what_every_rank_feeds(outcome: Group, rows: int) -> None:
     for facts in outcome.facts:
         assert facts["agreed"][str(rows)] == list(range(rows))
 

@@ -92,11 +92,8 @@ class Ranks:
         command += ["--folder", str(self.folder), "--recorder", str(recording)]
         command += ["--listen-fd", str(listener.fileno())] if listener else []
         misleading = {"JACCL_RANK": "5", "JACCL_IBV_DEVICES": "/nowhere", "JACCL_RING": "1"}
-        misleading |= {
-            "MLX_JACCL_RING": "",
-            "MLX_JACCL_COORDINATOR": "10.0.0.1:1",
-            "MLX_METAL_FAST_SYNCH": "1",
-        }
+        misleading |= {"MLX_JACCL_COORDINATOR": "10.0.0.1:1", "MLX_METAL_FAST_SYNCH": "1"}
+        misleading |= {"MLX_JACCL_RING": ""}
         with theirs:
             self.processes.append(
                 subprocess.Popen(command, cwd=ROOT, pass_fds=fds, env=os.environ | misleading)
@@ -113,22 +110,8 @@ class Ranks:
 
     def _bootstrap(self, rank: int, address: str, fields: dict[str, Any]) -> Bootstrap:
         rdma = tuple(f"rdma_en{p}" if p != r else "" for r in range(self.size) for p in range(self.size))
-        return Bootstrap(
-            **{
-                "rank": rank,
-                "world_size": self.size,
-                "backend": "jaccl",
-                "hosts": (),
-                "decode_address": address,
-                "epoch_key": KEY,
-                "deadline_s": WAIT_S,
-                "ack_deadline_s": WAIT_S,
-                "run_ahead": 1,
-                "rdma": rdma,
-                "round_s": WAIT_S,
-                **fields,
-            }
-        )
+        usual = Bootstrap(rank, self.size, "jaccl", (), address, KEY, WAIT_S, WAIT_S, 1, rdma=rdma)
+        return dataclasses.replace(usual, **{"round_s": WAIT_S, **fields})
 
     def hear(self, rank: int, kind: type[M]) -> M:
         """The next thing that rank says, which is of this kind."""

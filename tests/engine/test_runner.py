@@ -80,6 +80,12 @@ def decode_beside(runner: Runner, others: dict[int, int], uid: int, start: int, 
     return found
 
 
+def begun(runner: Runner, *prompts: Sequence[int]) -> None:
+    """Have rows 1 and on."""
+    for uid, prompt in enumerate(prompts, 1):
+        prefill(runner, uid, prompt)
+
+
 def decode(runner: Runner, uid: int, start: int, count: int) -> list[int]:
     return [step(runner, {uid: start + i})[0][0] for i in range(count)]
 
@@ -124,8 +130,7 @@ def test_the_end_of_a_long_prompt_is_read_beside_a_whole_one(tmp_path: Path) -> 
 
 
 def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, runner: Runner) -> None:
-    prefill(runner, 1, PROMPT)
-    prefill(runner, 2, OTHER)
+    begun(runner, PROMPT, OTHER)
     runner.arrange((64, 64))
     for i in range(STEPS_BEFORE_TRACE + 2):
         assert len(runner._model.graphs) == (i > STEPS_BEFORE_TRACE)
@@ -156,8 +161,7 @@ def test_drafts_are_checked_in_one_forward_and_rolled_back(folder: Path, runner:
 def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) -> None:
     """One row's token is known, the other's is still in the graph."""
     one, other = reference(PROMPT, 6, folder), reference(OTHER, 6, folder)
-    prefill(runner, 1, PROMPT)
-    prefill(runner, 2, OTHER)
+    begun(runner, PROMPT, OTHER)
     chosen = step(runner, {1: 8, 2: 5}, widths=(3, 0), tokens=one[:3])
     assert chosen == [list(one[1:4]), [other[1]]]
     assert step(runner, {1: 11, 2: 6}) == [[one[4]], [other[2]]]
@@ -165,8 +169,7 @@ def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) ->
 
 def test_the_last_row_takes_the_place_of_one_that_leaves(folder: Path, runner: Runner) -> None:
     prompts = {1: PROMPT, 2: OTHER, 3: (60, 61, 62)}
-    for uid, prompt in prompts.items():
-        prefill(runner, uid, prompt)
+    begun(runner, *prompts.values())
     runner.stop(1, 0)
     said = [step(runner, {3: 3 + i, 2: 5 + i}) for i in range(3)]
     for row, uid in enumerate((3, 2)):
@@ -295,8 +298,7 @@ def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all
 
 def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
     assert runner.kv_bytes() == 0
-    prefill(runner, 1, PROMPT)
-    prefill(runner, 2, OTHER)
+    begun(runner, PROMPT, OTHER)
     both = runner.kv_bytes()
     runner.stop(2, 0)
     runner.stop(1, 8)
@@ -317,18 +319,13 @@ def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
     reused = {"reused": 2, "reused_tokens": 9}
     assert runner.cache_use() == {"kv_bytes": held, "kept_bytes": kept, **reused}
     runner.evict((1,))
-    assert runner.cache_use() == {
-        "kv_bytes": runner.kv_bytes(),
-        "kept_bytes": 0,
-        "evicted_bytes": kept,
-        **reused,
-    }
+    freed = {"kept_bytes": 0, "evicted_bytes": kept}
+    assert runner.cache_use() == {"kv_bytes": runner.kv_bytes(), **freed, **reused}
 
 
 def test_rows_are_laid_out_on_command_and_say_the_same(folder: Path, runner: Runner) -> None:
     long = tuple(range(10, 210))
-    for uid, prompt in ((1, PROMPT), (2, OTHER), (3, long), (4, OTHER)):
-        prefill(runner, uid, prompt)
+    begun(runner, PROMPT, OTHER, long, OTHER)
     lengths = {1: 8, 2: 5, 3: 200, 4: 5}
     said = {uid: [reference(prompt, 1, folder)[0]] for uid, prompt in ((1, PROMPT), (2, OTHER), (3, long))}
 
@@ -385,8 +382,7 @@ def test_a_prompt_in_chunks_has_the_room_that_is_counted(runner: Runner) -> None
 
 
 def test_memory_that_no_row_needs_is_given_back_on_command(folder: Path, runner: Runner) -> None:
-    for uid, prompt in ((1, PROMPT), (2, OTHER), (3, OTHER)):
-        prefill(runner, uid, prompt)
+    begun(runner, PROMPT, OTHER, OTHER)
     runner.arrange((512,) * 4)
     runner.stop(3, 0)
     step(runner, {1: 8, 2: 5})
@@ -448,8 +444,7 @@ def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> Non
 
 
 def test_other_rows_are_refused(runner: Runner) -> None:
-    prefill(runner, 1, PROMPT)
-    prefill(runner, 2, OTHER)
+    begun(runner, PROMPT, OTHER)
     for positions in ({1: 8}, {2: 5, 1: 8}, {1: 8, 3: 5}):
         with refused(GroupError, Code.DESYNC, r"but this rank runs \(1, 2\)"):
             step(runner, positions)

@@ -207,15 +207,6 @@ def test_greedy_rows_of_a_mixed_batch_are_greedy(dtype: mx.Dtype) -> None:
     assert chosen[1].tolist() != expected[1].tolist()
 
 
-def test_positions_of_a_row_are_consecutive() -> None:
-    rows = (Sampling(1.0, seed=4), Sampling(1.0, seed=5))
-    logits = random_logits(3, 2, 6, VOCABULARY)
-    first = mx.array([10, 100], dtype=mx.int32)
-    spelled_out = first[:, None] + mx.arange(6, dtype=mx.int32)
-    sampler = Sampler(rows)
-    assert sampler.choose(logits, first).tolist() == sampler.choose(logits, spelled_out).tolist()
-
-
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), FILTERS, st.integers(0, 3))
 @settings(max_examples=30)
 def test_a_draw_does_not_depend_on_what_else_runs(
@@ -423,34 +414,31 @@ def test_shaping_is_what_plain_code_says(
     np.testing.assert_array_equal(again[0], got[0])
 
 
-def test_penalties_and_bias_are_those_of_mlx_lm() -> None:
-    """Without a prompt, where mlx-lm's penalties count the same tokens."""
-    answer = [3, 3, 7, 12, 3, 7]
+@pytest.mark.parametrize(
+    ("shaping", "prompt", "answer"),
+    [
+        # Of penalties but that for repetition, mlx-lm counts a prompt's tokens too.
+        (Shaping(1.2, 0.6, 0.25, (7, 40), (2.5, -3.0)), [], [3, 3, 7, 12, 3, 7]),
+        (Shaping(repetition_penalty=1.5), [1, 2, 3, 2], [9, 1]),
+    ],
+)
+def test_penalties_and_bias_are_those_of_mlx_lm(
+    shaping: Shaping, prompt: list[int], answer: list[int]
+) -> None:
     processors = theirs.make_logits_processors(
-        {7: 2.5, 40: -3.0}, 1.2, 1000, presence_penalty=0.6, presence_context_size=1000,
-        frequency_penalty=0.25, frequency_context_size=1000,
+        dict(zip(shaping.bias_tokens, shaping.bias_values, strict=True)), shaping.repetition_penalty, 1000,
+        presence_penalty=shaping.presence_penalty, presence_context_size=1000,
+        frequency_penalty=shaping.frequency_penalty, frequency_context_size=1000,
     )  # fmt: skip
-    shaping = Shaping(1.2, 0.6, 0.25, (7, 40), (2.5, -3.0))
-    shaper = Shaper(shaping, (), VOCABULARY, ())
+    shaper = Shaper(shaping, prompt, VOCABULARY, ())
     for token in answer:
         shaper.advance(mx.array([token]))
     logits = random_logits(12, 1, VOCABULARY)
     expected = mx.array(logits)
     for processor in processors:
-        expected = processor(mx.array(answer), expected)
+        expected = processor(mx.array(prompt + answer), expected)
     got = shaper.apply(logits, generated=len(answer), mask=None)
     np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-6, atol=1e-6)
-
-
-def test_repetition_looks_at_the_prompt_too_as_in_mlx_lm() -> None:
-    prompt, answer = [1, 2, 3, 2], [9, 1]
-    shaper = Shaper(Shaping(repetition_penalty=1.5), prompt, VOCABULARY, ())
-    for token in answer:
-        shaper.advance(mx.array([token]))
-    logits = random_logits(13, 1, VOCABULARY)
-    expected = theirs.make_repetition_penalty(1.5, 1000)(mx.array(prompt + answer), mx.array(logits))
-    got = shaper.apply(logits, generated=2, mask=None)
-    assert got.tolist() == expected.tolist()
 
 
 def allowed(*tokens: int) -> np.ndarray:

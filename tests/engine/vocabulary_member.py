@@ -1,16 +1,9 @@
-"""One member of a group that loads many models: `vocabulary_member.py RANK HOSTS OUTPUT MODEL...`.
-
-For each model it writes down what the vocabulary's parts make of a prefill and some steps: OUTPUT.json for
-what is counted, OUTPUT.npz for numbers, `MODEL/WHAT` each.
-"""
+"""One member of a bare group (`members.py`): what parts of vocabularies make of a prefill and some steps."""
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -18,14 +11,15 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlxtp.engine import loader
-from mlxtp.engine.group import CollectiveCounter, Group, form
+from mlxtp.engine.group import CollectiveCounter, Group
 from mlxtp.engine.loader import ModelShare, StoredTensor, load, make_cache, read_share, run_alone
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.errors import ModelError
 
+from .members import Notes, be_member
+
 PROMPT = (3, 43, 38, 49, 40, 52, 51, 18, 50, 42, 55, 300, 41, 77, 5, 9)
 STEPS = 3
-FORM_S = 60.0
 
 
 def prompts(size: int) -> mx.array:
@@ -33,7 +27,7 @@ def prompts(size: int) -> mx.array:
     return mx.array([PROMPT, PROMPT[::-1]], dtype=mx.int32) % size
 
 
-def run(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+def run(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
     """Greedy, two rows at once: (facts, arrays)."""
     vocabulary, model = loaded.vocabulary, loaded.model
     cache = make_cache(model)
@@ -125,7 +119,7 @@ def first(loaded: ModelShare) -> None:
         mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, ends=mx.array([width - 1])))
 
 
-def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> Notes:
     """`run` a model, or the words that refuse it."""
     before = counter.count
     loaded: ModelShare | ModelError
@@ -144,21 +138,5 @@ def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dic
     return {**facts, "counted": counted, "own": own, "same": same}, arrays
 
 
-def main() -> None:
-    rank, hosts, output, *models = sys.argv[1:]
-    counter = CollectiveCounter()
-    counter.install()
-    addresses = tuple(hosts.split(","))
-    group = form("ring", int(rank), len(addresses), addresses, folder=Path(output).parent, deadline_s=FORM_S)
-    facts: dict[str, Any] = {}
-    arrays: dict[str, Any] = {}
-    for model in models:
-        name = Path(model).name
-        facts[name], numbers = attempt(Path(model), group, counter)
-        arrays |= {f"{name}/{what}": array for what, array in numbers.items()}
-    Path(f"{output}.json").write_text(json.dumps(facts))
-    np.savez(f"{output}.npz", **arrays)
-
-
 if __name__ == "__main__":
-    main()
+    be_member(attempt)

@@ -20,10 +20,11 @@ from mlxtp.api.backend import Sampling
 from mlxtp.engine.families import DIVIDE
 from mlxtp.wire.messages import Generate
 
+from ..engine.bare_groups import Group, run_group
 from ..engine.families import OWN, VARIANTS
 from ..engine.own_family_member import LENGTHS, STEPS, chunks, fed, prompt
 from ..engine.small_models import write_model
-from ..engine.test_families import Group, assert_as_counted, run_group
+from ..engine.test_families import assert_as_counted
 from ..live_cluster import Cluster
 from ..reference import expected
 

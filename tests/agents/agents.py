@@ -1,7 +1,7 @@
 """Real agents: `python -m mlxtp node` with a home of its own, on one of several hosts or on this machine.
 
     with Hosts(2) as net:
-        a, b = (Agent(folder, name, host) for name, host in zip("ab", net.hosts))
+        a, b = on_hosts(folder, net, "a", "b")
         a.start()
         b.start("--join", a.token())
         serving(a, b)
@@ -34,7 +34,7 @@ from mlxtp.client import AgentClient
 from mlxtp.errors import UserError
 from mlxtp.verbs import VERBS, MakeToken, Status
 
-from ..hosts import Host
+from ..hosts import Host, Hosts
 from ..live_cluster import START_S, WAIT_S, rank_processes, until
 
 T = TypeVar("T")
@@ -249,6 +249,11 @@ class Agent:
 
     def _inside(self, function: Callable[[], T]) -> T:
         return self.host.inside(function) if self.host is not None else function()
+
+
+def on_hosts(folder: Path, net: Hosts, *names: str, flags: tuple[str, ...] = ()) -> list[Agent]:
+    """Return an agent for each host. None of them runs yet."""
+    return [Agent(folder, name, host, *flags) for name, host in zip(names, net.hosts, strict=True)]
 
 
 def _environment() -> dict[str, str]:

@@ -7,16 +7,14 @@ from pathlib import Path
 from mlxtp.identity.store import AUTHORITY, FOLDER
 
 from ..hosts import Hosts, requires_namespaces
-from .agents import Agent, wait
+from .agents import on_hosts, wait
 
 pytestmark = requires_namespaces
 
 
 def test_a_third_mac_joins_when_the_first_is_gone_for_good(tmp_path: Path) -> None:
     with Hosts(3) as net:
-        anna, ben, carl = (
-            Agent(tmp_path, name, host) for name, host in zip(("anna", "ben", "carl"), net.hosts, strict=True)
-        )
+        anna, ben, carl = on_hosts(tmp_path, net, "anna", "ben", "carl")
         anna.start()
         ben.start("--join", anna.first_token())
         wait(lambda: anna.member(ben).get("state") == "alive", "ben is in", anna, ben)

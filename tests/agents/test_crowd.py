@@ -85,11 +85,7 @@ def descriptors(cluster: Cluster) -> list[int]:
 
 @pytest.mark.parametrize(
     ("clients", "users"),
-    [
-        (80, 7),
-        pytest.param(300, 1, marks=pytest.mark.chaos),
-        pytest.param(1000, 50, marks=pytest.mark.chaos),
-    ],
+    [(80, 7), pytest.param(300, 1, marks=pytest.mark.chaos), pytest.param(1000, 50, marks=pytest.mark.chaos)],
 )
 def test_every_client_of_a_crowd_gets_its_own_string(two_ranks: Cluster, clients: int, users: int) -> None:
     texts = [random_text(Random(number), 8) for number in range(clients)]

@@ -19,7 +19,7 @@ from mlxtp.config import embedded_model_path
 
 from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import WAIT_S, rank_processes
-from .agents import SECRET, Agent, wait
+from .agents import SECRET, Agent, on_hosts, wait
 
 pytestmark = requires_namespaces
 
@@ -82,10 +82,7 @@ class Desk:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("desk")
     with Hosts(3) as net:
-        agents = [
-            Agent(folder, name, host, "--nodes", "1")
-            for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
-        ]
+        agents = on_hosts(folder, net, "anna", "ben", "cleo", flags=("--nodes", "1"))
         agents[0].start()
         agents[1].start("--join", agents[0].first_token())
         agents[2].start("--join", agents[0].token())

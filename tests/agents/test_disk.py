@@ -14,7 +14,7 @@ from mlxtp.wire.messages import BLOCK, Generate
 from ..hosts import Hosts, requires_namespaces
 from ..reference import expected, text
 from ..stories.test_features_disk import LONG, blocks, new_tokens, written
-from .agents import Agent, wait
+from .agents import Agent, on_hosts, wait
 
 pytestmark = [requires_namespaces, pytest.mark.chaos]
 
@@ -29,7 +29,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     folder = tmp_path_factory.mktemp("agents")
     with Hosts(2) as net:
         flags = ("--model", str(model), "--cache-disk", "1GB", "--nodes", "2")
-        a, b = (Agent(folder, name, host, *flags) for name, host in zip("ab", net.hosts, strict=True))
+        a, b = on_hosts(folder, net, "a", "b", flags=flags)
         a.start()
         b.start("--join", a.first_token())
         yield a, b

@@ -15,7 +15,7 @@ import pytest
 
 from ..hosts import Capture, Host, Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS, WAIT_S, rank_processes
-from .agents import PROMPT, SECRET, Agent, serving, wait
+from .agents import PROMPT, SECRET, Agent, on_hosts, serving, wait
 
 pytestmark = requires_namespaces
 
@@ -39,7 +39,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     with Hosts(2) as net:
-        a, b = (Agent(folder, name, host) for name, host in zip(("anna", "ben"), net.hosts, strict=True))
+        a, b = on_hosts(folder, net, "anna", "ben")
         with net.capture() as capture:
             a.start()
             token = a.first_token()
@@ -132,10 +132,7 @@ def documented() -> dict[str, set[tuple[str, int]]]:
 
 
 def test_the_documented_ports_are_those_of_the_other_tests() -> None:
-    assert documented() == {
-        "TCP": {("0.0.0.0", CONTROL), ("127.0.0.1", HTTP)},
-        "UDP": {("0.0.0.0", MDNS)},
-    }
+    assert documented() == {"TCP": {("0.0.0.0", CONTROL), ("127.0.0.1", HTTP)}, "UDP": {("0.0.0.0", MDNS)}}
 
 
 def test_every_open_port_is_documented(pair: Pair) -> None:

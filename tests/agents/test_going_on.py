@@ -15,7 +15,7 @@ import pytest
 from ..chaos.findings import found, wrong
 from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import WAIT_S, rank_processes
-from .agents import SECRET, Agent, serving, wait
+from .agents import SECRET, Agent, on_hosts, serving, wait
 
 pytestmark = requires_namespaces
 
@@ -43,7 +43,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("going-on")
     with Hosts(2) as net:
-        a, b = (Agent(folder, name, host) for name, host in zip(("anna", "ben"), net.hosts, strict=True))
+        a, b = on_hosts(folder, net, "anna", "ben")
         a.start()
         b.start("--join", a.first_token())
         yield Pair(net, (a, b))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..hosts import Hosts, requires_namespaces
-from .agents import SECRET, Agent, serving, wait
+from .agents import SECRET, Agent, on_hosts, serving, wait
 from .test_going_on import goes_on
 
 pytestmark = requires_namespaces
@@ -19,9 +19,7 @@ pytestmark = requires_namespaces
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent, Agent]]:
     folder = tmp_path_factory.mktemp("three")
     with Hosts(3) as net:
-        a, b, c = (
-            Agent(folder, name, host) for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
-        )
+        a, b, c = on_hosts(folder, net, "anna", "ben", "cleo")
         a.start("--parallel", "pipeline")
         b.start("--join", a.first_token(), "--parallel", "pipeline")
         wait(lambda: a.member(b).get("state") == b.member(a).get("state") == "alive", "two members", a, b)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..hosts import Hosts, requires_namespaces
-from .agents import Agent, serving, wait
+from .agents import Agent, on_hosts, serving, wait
 
 TRIES = (
     *(
@@ -35,9 +35,7 @@ def start_again(agent: Agent) -> None:
 @requires_namespaces
 def test_two_macs_are_qualified(tmp_path: Path) -> None:
     with Hosts(2) as net:
-        anna, ben = (
-            Agent(tmp_path, name, host) for name, host in zip(("anna", "ben"), net.hosts, strict=True)
-        )
+        anna, ben = on_hosts(tmp_path, net, "anna", "ben")
         anna.start()
         ben.start("--join", anna.first_token())
         serving(anna, ben)

@@ -14,7 +14,7 @@ import pytest
 
 from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS
-from .agents import Agent, serving, wait
+from .agents import Agent, on_hosts, serving, wait
 
 pytestmark = requires_namespaces
 
@@ -128,10 +128,7 @@ def roll(agent: Agent, *others: Agent) -> None:
 
 def rolling(folder: Path, names: tuple[str, ...], ranks: int) -> None:
     with Hosts(len(names)) as net:
-        agents = [
-            Agent(folder, name, host, "--drain", str(DRAIN_S))
-            for name, host in zip(names, net.hosts, strict=True)
-        ]
+        agents = on_hosts(folder, net, *names, flags=("--drain", str(DRAIN_S)))
         first, *others = agents
         first.start()
         token = first.first_token()

@@ -9,7 +9,7 @@ import pytest
 
 from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS
-from .agents import SECRET, Agent, serving, wait
+from .agents import SECRET, Agent, on_hosts, serving, wait
 
 pytestmark = [requires_namespaces, pytest.mark.chaos]
 
@@ -23,9 +23,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Age
     """The embedded model has 4 KV heads: of three Macs two serve. The coordinator is the first."""
     folder = tmp_path_factory.mktemp("three")
     with Hosts(3) as net:
-        a, b, c = (
-            Agent(folder, name, host) for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
-        )
+        a, b, c = on_hosts(folder, net, "anna", "ben", "cleo")
         a.start(*ONE_EACH)
         b.start("--join", a.first_token(), *ONE_EACH)
         serving(a, b)

@@ -198,11 +198,7 @@ def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGSEGV, marks=chaos),
-        pytest.param(signal.SIGABRT, marks=chaos),
-    ],
+    [signal.SIGTERM, pytest.param(signal.SIGSEGV, marks=chaos), pytest.param(signal.SIGABRT, marks=chaos)],
 )
 def test_ended_from_outside(cluster: FaultyCluster, number: signal.Signals) -> None:
     was = before(cluster)

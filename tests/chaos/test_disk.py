@@ -32,7 +32,7 @@ from mlxtp.wire.messages import BLOCK, Generate
 from ..engine.small_models import change_config, write_model
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, Request, until
 from ..reference import expected, model_of, text
-from ..stories.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written
+from ..stories.test_features_disk import DRAWN, LONG, ask, clear_memory, new_tokens, on_disk, written
 from .harness import FAULT_LIMITS, kill
 from .orders import Order, OrderBook
 from .test_agent import Agent
@@ -75,13 +75,6 @@ class Home:
 @pytest.fixture
 def home(tmp_path: Path, model: Path) -> Home:
     return Home(tmp_path, model)
-
-
-def clear_memory(cluster: Cluster) -> None:
-    async def clear() -> None:
-        await cluster.supervisor.kv.clear()
-
-    cluster.call(clear())
 
 
 def said(wanted: Generate, model: Path) -> tuple[int, ...]:

@@ -122,11 +122,7 @@ def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster,
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("poison", rank, epoch=0, times=0, how=" ".join(map(str, prompt_ids(POISON))))
-    with (
-        cluster.asking(LONG) as a,
-        cluster.asking(LONG) as b,
-        cluster.asking(LONG) as c,
-    ):
+    with cluster.asking(LONG) as a, cluster.asking(LONG) as b, cluster.asking(LONG) as c:
         cluster.wait_asked(3, since=was)
         poisonous = cluster.read(POISON)
         innocent = [client() for client in (a, b, c)]

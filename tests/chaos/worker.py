@@ -39,16 +39,7 @@ from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import DecodeFrame
 from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import MAX_FRAME, encode
-from mlxtp.wire.messages import (
-    PROTOCOL_VERSION,
-    Ack,
-    Delta,
-    Evict,
-    Forward,
-    Hello,
-    Message,
-    SessionStop,
-)
+from mlxtp.wire.messages import PROTOCOL_VERSION, Ack, Delta, Evict, Forward, Hello, Message, SessionStop
 from mlxtp.wire.session import LinkKind, Received, Session, Side
 
 from ..mlx_errors import OUT_OF_MEMORY

@@ -16,22 +16,9 @@ from mlxtp.gateway.dispatcher import ServedDeployments
 from mlxtp.groups import group as group_module
 from mlxtp.groups.scope import NOTHING_WANTED
 from mlxtp.models.inspect import ModelSource
-from mlxtp.placement.cost_model import (
-    ALONE,
-    JACCL_MESH,
-    RING_ETHERNET,
-    RING_LOOPBACK,
-    RING_THUNDERBOLT,
-)
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET, RING_LOOPBACK, RING_THUNDERBOLT
 from mlxtp.placement.model_shape import DescribedModel
-from mlxtp.wire.cluster_messages import (
-    Beat,
-    Deployment,
-    GroupAssignment,
-    LeftOutGroup,
-    ModelStatus,
-    Serving,
-)
+from mlxtp.wire.cluster_messages import Beat, Deployment, GroupAssignment, LeftOutGroup, ModelStatus, Serving
 
 from ..placement.made_up_macs import all_pairs, cabled, mac, on_lan
 from ..placement.made_up_models import llama
@@ -374,10 +361,7 @@ async def test_a_plan_for_now_is_the_coordinators_beside_what_runs(node: Node) -
     assert (again.ranks, again.kind) == (before.ranks, before.kind), "what is deployed stays"
     node.parts.node.desired.serve("other", keep_s=PINNED, on=OTHERS[:2])
     for link in links:
-        node.hear(
-            link,
-            ModelStatus("other", FINGERPRINT, "", "", 8 << 10, small.packed()),
-        )
+        node.hear(link, ModelStatus("other", FINGERPRINT, "", "", 8 << 10, small.packed()))
     node.live(*links)
     [given] = assigned(links[0], "other#0")[-1:]
     assert (given.ranks, given.kind, given.why) == (less.ranks, less.kind, less.why)

@@ -25,12 +25,7 @@ from mlxtp.groups.process_group import EpochGroup
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.measurements import to_text
 from mlxtp.verbs import BenchFabric, PresentMachines
-from mlxtp.wire.cluster_messages import (
-    FabricAnswer,
-    FabricResult,
-    FabricWanted,
-    Serving,
-)
+from mlxtp.wire.cluster_messages import FabricAnswer, FabricResult, FabricWanted, Serving
 from mlxtp.wire.messages import CollectivesTimed
 
 from ..wire.members import Member
@@ -159,10 +154,7 @@ async def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_la
 async def test_what_keeps_it_from_measuring_is_passed_on(node: Node) -> None:
     fabric, a = node.parts.fabric_bench, node.meet(A)
     node.hear(a, serving(A, B))
-    for answer, words in (
-        (FabricAnswer, "3 requests are open"),
-        (None, "mac-a went while it measured"),
-    ):
+    for answer, words in ((FabricAnswer, "3 requests are open"), (None, "mac-a went while it measured")):
         asking = asyncio.ensure_future(fabric.bench())
         await asyncio.sleep(0)
         if answer is None:

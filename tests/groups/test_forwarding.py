@@ -141,7 +141,11 @@ scene = scenes(play, "tmp_path")
 
 @scene()
 async def test_requests_go_to_where_rank_0_is(stage: Stage) -> None:
-    await stage.follows()
+    """They wait as long as the model takes to load there; a pipeline is shown as one."""
+    stage.hears(replace(READY, load_s=63, split=(3, 1)))
+    await sees(stage.shows(ServingState.READY))
+    assert stage.supervisor.gateway.deployments.named(DEPLOYMENT).load_s == 63
+    assert stage.supervisor.status.group.split == (3, 1)
     health = stage.supervisor.gateway.health()
     assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 2, "ring")
     [model] = stage.supervisor.gateway.models()
@@ -170,13 +174,6 @@ def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
 
 
 @scene()
-async def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(stage: Stage) -> None:
-    stage.hears(replace(READY, load_s=63))
-    await sees(stage.shows(ServingState.READY))
-    assert stage.supervisor.gateway.deployments.named(DEPLOYMENT).load_s == 63
-
-
-@scene()
 async def test_what_the_other_agent_no_longer_serves_waits_for_another_group(stage: Stage) -> None:
     await stage.follows()
     answer = stage.ask()
@@ -192,13 +189,6 @@ async def test_what_the_other_agent_no_longer_serves_waits_for_another_group(sta
     stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), *stage.model_here)
     assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
     await answer.aclose()
-
-
-@scene()
-async def test_a_pipeline_of_the_other_agent_is_shown_as_one(stage: Stage) -> None:
-    stage.hears(replace(READY, split=(3, 1)))
-    group = stage.supervisor.status.group
-    assert (group.world_size, group.split) == (2, (3, 1))
 
 
 @pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, model="other")])

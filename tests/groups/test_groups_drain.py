@@ -117,20 +117,11 @@ async def test_an_agent_is_draining_until_its_last_request_is_done(
     answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
     await answer.accepted()
     assert not (await admin.drain_progress(DrainProgress()))["draining"]
-    assert admin.drain(StartDrain()) == {
-        "draining": True,
-        "over": False,
-        "open_requests": 1,
-        "left_s": None,
-    }
+    assert admin.drain(StartDrain()) == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
     assert stage.supervisor.status.state is ServingState.DRAINING
     assert refused(stage.gateway).code is Code.SHUTTING_DOWN
     health = stage.gateway.health()
-    assert (health.state, health.ready, health.reason) == (
-        "draining",
-        False,
-        "this Mac is about to stop",
-    )
+    assert (health.state, health.ready, health.reason) == ("draining", False, "this Mac is about to stop")
     await asyncio.sleep(3 * LOOK_S)
     assert not admin.draining.over.is_set()
     await answer.aclose()
@@ -139,7 +130,7 @@ async def test_an_agent_is_draining_until_its_last_request_is_done(
 
 
 @supervised()
-async def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
+async def test_ctrl_c_says_what_a_second_one_does_which_ends_the_drain_and_further_ones_cut_nothing(
     stage: test_supervisor.Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -151,21 +142,6 @@ async def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_doe
     signal.raise_signal(signal.SIGINT)
     await sees(lambda: drain.begun)
     assert "open requests get 60 s to end; a second Ctrl-C ends at once" in caplog.text
-    await answer.aclose()
-    await drain.over.wait()
-
-
-@supervised()
-async def test_a_second_signal_ends_the_drain_and_further_ones_do_not_cut_the_end(
-    stage: test_supervisor.Stage,
-) -> None:
-    await stage.serves(1)
-    drain = drain_of(stage)
-    drain_on_signal(drain, 60.0)
-    answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
-    await answer.accepted()
-    signal.raise_signal(signal.SIGTERM)
-    await sees(lambda: drain.begun)
     await asyncio.sleep(3 * LOOK_S)
     assert not drain.over.is_set()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
@@ -221,10 +197,14 @@ async def test_the_earliest_limit_holds_for_any_open_requests(stage: test_superv
 @at_leader()
 async def test_the_others_hear_at_once_who_is_about_to_stop(node: Node, a: FakeLink, member: Member) -> None:
     assert not any(beat.draining for beat in a.heard(Beat))
-    Administration(node.parts, member.store).drain(StartDrain())
+    admin = Administration(node.parts, member.store)
+    admin.drain(StartDrain())
     assert a.heard(Beat)[-1].draining
+    told = len(a.heard(Beat))
+    admin.draining.start(5.0)
+    assert len(a.heard(Beat)) == told, "once"
     node.live_once(a)
-    status = Administration(node.parts, member.store).status(Status())
+    status = admin.status(Status())
     assert [row["self"] for row in status["members"] if row["draining"]] == [True]
     assert (status["state"], status["reason"]) == ("draining", "this Mac is about to stop")
     assert node.parts.gateway.closing == "this Mac is about to stop"
@@ -323,14 +303,3 @@ async def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp
         await over
         assert first.parts.groups.shown.supervisor.status.epoch == epoch
         assert first.parts.node.leadership.draining == {second.parts.node.node_id}
-
-
-@at_node()
-async def test_a_rank_asked_to_stop_twice_is_told_once(node: Node, member: Member) -> None:
-    b = node.meet(B)
-    node.follow(b)
-    drain = Administration(node.parts, member.store).draining
-    drain.start()
-    told = len(b.heard(Beat))
-    drain.start(5.0)
-    assert len(b.heard(Beat)) == told

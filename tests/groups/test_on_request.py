@@ -337,27 +337,21 @@ async def test_requests_for_a_model_that_cannot_be_loaded_fail_with_the_reason_a
     again.lease.close()
 
 
-@pytest.mark.parametrize("keep_s", [PINNED, KEEP_S])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(PINNED, None), (KEEP_S, None), (None, PINNED)],
+    ids=["pinned", "kept", "pinned then"],
+)
 @at_node(load_on_request=True)
-async def test_what_no_request_here_made_stays_though_it_cannot_be_loaded(node: Node, keep_s: int) -> None:
-    link = following(node)
-    node.parts.node.desired.serve(WANTED, keep_s=keep_s)
+async def test_what_no_request_here_made_or_a_user_pinned_stays_though_it_cannot_be_loaded(
+    node: Node, before: int | None, after: int | None
+) -> None:
+    link, serve = following(node), node.parts.node.desired.serve
+    if before is not None:
+        serve(WANTED, keep_s=before)
     waiting = await ask(node, WANTED)
-    node.hear_assigned(link, A, group=f"{WANTED}#0")
-    node.hear(link, told(WANTED, "failed", "a rank died"))
-    node.tick(0.01)
-    assert "a rank died" in (await waiting.refused()).detail
-    node.tick(ENDS_S)
-    node.tick()
-    assert WANTED in names(node)
-    assert "a rank died" in (await refusal(node, WANTED)).detail
-
-
-@at_node(load_on_request=True)
-async def test_a_user_who_pins_a_model_that_a_request_brought_keeps_it(node: Node) -> None:
-    link = following(node)
-    waiting = await ask(node, WANTED)
-    node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+    if after is not None:
+        serve(WANTED, keep_s=after)
     node.hear_assigned(link, A, group=f"{WANTED}#0")
     node.hear(link, told(WANTED, "failed", "a rank died"))
     node.tick(0.01)
@@ -365,6 +359,7 @@ async def test_a_user_who_pins_a_model_that_a_request_brought_keeps_it(node: Nod
     node.tick(ENDS_S)
     node.tick()
     assert names(node) == [WANTED, LOADED]
+    assert "a rank died" in (await refusal(node, WANTED)).detail
 
 
 NO_ROOM = "mac-a has 3.0 GB for 40.0 GB"

@@ -77,10 +77,7 @@ class FakeLaunchd:
     def _bootstrap(self, _domain: str, path: str) -> CommandResult:
         if self.plist or self.lingering or self.refuses:
             self.lingering = max(0, self.lingering - 1)
-            return CommandResult(
-                5,
-                "Bootstrap failed: 5: Input/output error",
-            )
+            return CommandResult(5, "Bootstrap failed: 5: Input/output error")
         self.plist = Path(path)
         return self._kickstart("")
 

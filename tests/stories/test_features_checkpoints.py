@@ -15,6 +15,7 @@ from ..engine.families import FAMILIES, OWN
 from ..engine.small_models import write_model
 from ..live_cluster import Cluster
 from ..reference import expected, random_text
+from .test_features_disk import DRAWN, ask, new_tokens
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
@@ -31,7 +32,6 @@ KINDS = [
 ]
 NEAR = 64  # tokens that a turn may compute again
 ROOM = 500  # tokens of all KV caches, where there is little
-DRAWN = Sampling(temperature=2.0, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,6 @@ def folder(
     folder = write_model(tmp_path_factory.mktemp("models") / family, model_type=family, **config)
     cluster.load(folder)
     return folder
-
-
-def new_tokens(random: Random, count: int) -> tuple[int, ...]:
-    return tuple(random.randrange(6, 512) for _ in range(count))
-
-
-def ask(cluster: Cluster, wanted: Generate, folder: Path) -> int:
-    """Return the number of cached tokens. Fails unless the answer is the right one."""
-    (outcome,) = cluster.ask_all([wanted])
-    assert outcome.tokens == expected(wanted, folder).tokens
-    return outcome.whole().cached
 
 
 @pytest.mark.parametrize(

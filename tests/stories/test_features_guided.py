@@ -196,10 +196,7 @@ def test_guided_answers_can_be_scored_biased_and_long(cluster: Cluster) -> None:
 
 def test_over_http(cluster: Cluster) -> None:
     kind = KINDS[0]
-    format_ = {
-        "type": "json_schema",
-        "json_schema": {"name": "person", "schema": json.loads(kind.text)},
-    }
+    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": json.loads(kind.text)}}
     text = cluster.content("Repeat exactly: ABC-1", response_format=format_, max_tokens=MAX_TOKENS)
     assert kind.fits(text)
     chunks = cluster.stream("Repeat exactly: ABC-1", response_format=format_, max_tokens=MAX_TOKENS)

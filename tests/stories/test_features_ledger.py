@@ -163,23 +163,32 @@ def erring(orders: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory)
 DRAWN = Generate(0, (7, 8, 9, 10), 60, Sampling(temperature=20.0, seed=4), ignore_eos=True)
 
 
+def assert_found(cluster: Cluster, folder: Path, order: Path, *wanted: Generate, begun: int = 0) -> None:
+    """Have a rank err, at once or after `begun` tokens: the epoch ends, and all answers are right."""
+    right = [expected(each, folder).tokens for each in wanted]
+    epoch = cluster.epoch
+    if not begun:
+        order.touch()
+    requests = [cluster.ask(each) for each in wanted]
+    if begun:
+        for request in requests:
+            request.take(begun)
+        order.touch()
+    try:
+        until(lambda: cluster.supervisor.status.state is not ServingState.READY, "it was found")
+    finally:
+        order.unlink(missing_ok=True)
+    assert cluster.supervisor.status.reason.code is Code.DESYNC
+    assert [request.finish()[0] for request in requests] == right
+    assert cluster.epoch == epoch + 1
+
+
 @pytest.mark.parametrize("fault", ["another draw", pytest.param("another position", marks=pytest.mark.chaos)])
 def test_what_rank_1_does_differently_is_found_before_a_token_leaves_and_the_answer_goes_on(
     erring: Cluster, orders: Path, folder: Path, fault: str
 ) -> None:
-    right = expected(DRAWN, folder).tokens
-    epoch = erring.epoch
-    assert erring.ask_all([DRAWN])[0].tokens == right
-    (orders / fault).touch()
-    try:
-        request = erring.ask(DRAWN)
-        until(lambda: erring.supervisor.status.state is not ServingState.READY, "it was found")
-    finally:
-        (orders / fault).unlink()
-    reason = erring.supervisor.status.reason
-    assert reason.code is Code.DESYNC
-    assert request.finish()[0] == right
-    assert erring.epoch == epoch + 1
+    assert erring.ask_all([DRAWN])[0].tokens == expected(DRAWN, folder).tokens
+    assert_found(erring, folder, orders / fault, DRAWN)
 
 
 def test_what_rank_1_would_have_drawn_does_not_matter_where_rank_0_decides(

@@ -19,15 +19,14 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import Sampling, Shaping
-from mlxtp.errors import Code
-from mlxtp.groups.health import ServingState
 from mlxtp.wire.messages import Generate
 
 from ..engine.mtp_heads import add_head
 from ..engine.small_models import change_weights, write_model
-from ..live_cluster import Cluster, until
+from ..live_cluster import Cluster
 from ..reference import expected, text
 from .test_features_choice import GREEDY, SAMPLED, SCORED, SHAPED, assert_right, prompt
+from .test_features_ledger import assert_found
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
@@ -143,14 +142,5 @@ def test_a_kill_in_mid_answer_changes_no_token(cluster: Cluster, folder: Path) -
 def test_another_proposal_of_rank_1_is_found_before_a_token_leaves(folder: Path, tmp_path: Path) -> None:
     (orders := tmp_path / "orders").mkdir()
     worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
-    right = expected(LONG[0], folder).tokens
     with Cluster(tmp_path / "home", worker=worker, model=folder) as cluster:
-        (orders / "another proposal").touch()
-        try:
-            request = cluster.ask(LONG[0])
-            until(lambda: cluster.supervisor.status.state is not ServingState.READY, "it was found")
-        finally:
-            (orders / "another proposal").unlink()
-        reason = cluster.supervisor.status.reason
-        assert reason.code is Code.DESYNC
-        assert request.finish()[0] == right
+        assert_found(cluster, folder, orders / "another proposal", LONG[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,8 +15,9 @@ from mlxtp.wire.messages import Generate
 
 from ..engine.families import FAMILIES
 from ..engine.small_models import write_model
-from ..live_cluster import Cluster, Outcome, Request
+from ..live_cluster import Cluster, Request
 from ..reference import expected
+from .test_features_choice import assert_right, prompt
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
@@ -47,17 +48,6 @@ def cluster(
 def room_for(cluster: Cluster, tokens: int) -> int:
     """Bytes of one rank's share of so many tokens."""
     return tokens * WHOLE_TOKEN_BYTES // cluster.settings.ranks
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    random = Random(seed)
-    return tuple(random.randrange(6, 512) for _ in range(length))
-
-
-def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Generate], folder: Path) -> None:
-    for outcome, each in zip(outcomes, wanted, strict=True):
-        assert outcome.tokens == expected(each, folder).tokens
-        assert outcome.whole().reason == expected(each, folder).reason
 
 
 def refused(cluster: Cluster, wanted: Generate) -> RequestError:

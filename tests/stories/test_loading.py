@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -157,66 +158,100 @@ def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
 # --- refusals ---------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_no_rank_can_load_is_named_once(group: Group, lacking: Path) -> None:
-    error = refusal(group, lacking)
-    assert error.code is Code.MODEL_INVALID
-    assert error.detail.startswith("lacking cannot be loaded: ")
-    assert "rank" not in error.detail
-    assert error.detail.count("up_proj.weight") == 1
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
+@dataclass(frozen=True)
+class Refusal:
+    """What is to be loaded, which ranks find another folder, and what is said of it, once."""
+
+    words: tuple[str, ...]
+    model: str = "small"
+    misled: Mapping[str, str] = field(default_factory=dict)
+    draft: str = ""
+    code: Code = Code.MODEL_INVALID
+    once: str = ""
+    never: str = "\0"
 
 
-@pytest.mark.chaos
-def test_a_weight_that_is_no_number_on_one_ranks_part_is_let_go_by_both(group: Group, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "broken")
-    weight = mx.random.normal((128, 64))
-    weight[127, 0] = mx.nan
-    change_weights(folder, model__layers__0__mlp__up_proj__weight=weight)
-    error = refusal(group, folder)
-    assert error.code is Code.MODEL_INVALID
-    assert error.detail.startswith("broken cannot be loaded: rank 1: 1 tensor holds NaN")
-    assert "model.layers.0.mlp.up_proj.weight" in error.detail
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
+LACKS = "lacking cannot be loaded: "
+OTHERS = {
+    "NaN on one rank's part": Refusal(
+        ("broken cannot be loaded: rank 1: 1 tensor holds NaN", "model.layers.0.mlp.up_proj.weight"), "broken"
+    ),
+    "rank 0 lacks it": Refusal(
+        (" cannot be loaded: rank 0: lacking: ",), misled={"rank_0": "lacking"}, never="rank 1:"
+    ),
+    "two reasons, the leader's first": Refusal(
+        (
+            " cannot be loaded: rank 0: this model does not divide among 2 ranks: 3 attention heads do not "
+            "divide by 2",
+            "; rank 1: ",
+            "no config.json",
+        ),
+        misled={"rank_0": "odd", "rank_1": "empty"},
+        code=Code.MODEL_NOT_DIVISIBLE,
+    ),
+    "a file that only one rank lacks": Refusal(
+        ("whole cannot be loaded: rank 1: ", "lacks 1 of 3 weight files: model-00003-of-00003.safetensors"),
+        "whole",
+        {"rank_1": "torn"},
+    ),
+    "a draft with another vocabulary": Refusal(
+        ("draft model other-words: its vocabulary has 256 tokens, the model's has 512",),
+        "tiny",
+        draft="other-words",
+    ),
+    "a draft without weights": Refusal(
+        ("no-weights",), "tiny", draft="no-weights", code=Code.MODEL_NOT_FOUND
+    ),
+}
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
-def test_a_model_that_one_rank_lacks_is_let_go_by_the_other(
-    group: Group, small: Path, lacking: Path, rank: int
+@pytest.fixture
+def models(small: Path, lacking: Path, odd: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """The folder of a model, made where it is first named."""
+
+    def model(name: str) -> Path:
+        if (path := {"small": small, "lacking": lacking, "odd": odd, "tiny": TINY}.get(name)) is not None:
+            return path
+        if name == "empty":
+            return tmp_path
+        folder = write_model(tmp_path / name, **({"vocab_size": 256} if name == "other-words" else {}))
+        if name == "torn":
+            split_weights(folder, parts=3)[2].unlink()
+        elif name == "no-weights":
+            (folder / "model.safetensors").unlink()
+        elif name == "broken":
+            weight = mx.random.normal((128, 64))
+            weight[127, 0] = mx.nan
+            change_weights(folder, model__layers__0__mlp__up_proj__weight=weight)
+        return folder
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(
+            Refusal((LACKS,), "lacking", once="up_proj.weight", never="rank"), id="no rank can load it"
+        ),
+        pytest.param(
+            Refusal((" cannot be loaded: rank 1: lacking: ",), misled={"rank_1": "lacking"}, never="rank 0:"),
+            id="rank 1 lacks it",
+        ),
+        *(pytest.param(each, id=name, marks=pytest.mark.chaos) for name, each in OTHERS.items()),
+    ],
+)
+def test_a_model_that_any_rank_refuses_is_let_go_by_all_and_the_group_works(
+    group: Group, models: Callable[[str], Path], refused: Refusal
 ) -> None:
-    group.mislead(**{f"rank_{rank}": lacking})
-    error = refusal(group, small)
-    assert error.code is Code.MODEL_INVALID
-    assert f" cannot be loaded: rank {rank}: lacking: " in error.detail
-    assert f"rank {1 - rank}:" not in error.detail
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
-
-
-@pytest.mark.chaos
-def test_two_reasons_are_both_told_and_the_leaders_comes_first(
-    group: Group, small: Path, odd: Path, tmp_path: Path
-) -> None:
-    group.mislead(rank_0=odd, rank_1=tmp_path)
-    error = refusal(group, small)
-    assert error.code is Code.MODEL_NOT_DIVISIBLE
-    leader, other = error.detail.split("; rank 1: ")
-    words = "rank 0: this model does not divide among 2 ranks: 3 attention heads do not divide by 2"
-    assert f" cannot be loaded: {words}" in leader
-    assert "no config.json" in other
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
-
-
-@pytest.mark.chaos
-def test_a_file_that_only_one_rank_lacks(group: Group, tmp_path: Path) -> None:
-    whole, torn = write_model(tmp_path / "whole"), write_model(tmp_path / "torn")
-    split_weights(torn, parts=3)[2].unlink()
-    group.mislead(rank_1=torn)
-    error = refusal(group, whole)
-    assert error.detail.startswith("whole cannot be loaded: rank 1: ")
-    assert "lacks 1 of 3 weight files: model-00003-of-00003.safetensors" in error.detail
+    group.mislead(**{rank: models(name) for rank, name in refused.misled.items()})
+    error = refusal(group, models(refused.model), models(refused.draft) if refused.draft else "")
+    assert error.code is refused.code
+    at = 0
+    for words in refused.words:  # in their order
+        at = error.detail.index(words, at)
+    assert refused.never not in error.detail
+    assert not refused.once or error.detail.count(refused.once) == 1
     assert_nothing_is_loaded(group.cluster)
     assert_the_group_works(group)
 
@@ -289,28 +324,6 @@ def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
     assert end.drafted > 0
     cluster.unload()
     assert_nothing_is_loaded(cluster)
-    assert_the_group_works(group)
-
-
-@pytest.mark.chaos
-def test_a_draft_model_with_another_vocabulary_is_refused_and_nothing_stays(
-    group: Group, tmp_path: Path
-) -> None:
-    draft = write_model(tmp_path / "other-words", vocab_size=256)
-    error = refusal(group, TINY, draft)
-    assert error.code is Code.MODEL_INVALID
-    assert "draft model other-words: its vocabulary has 256 tokens, the model's has 512" in error.detail
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
-
-
-@pytest.mark.chaos
-def test_a_draft_model_without_weights_is_refused_and_nothing_stays(group: Group, tmp_path: Path) -> None:
-    draft = write_model(tmp_path / "no-weights")
-    (draft / "model.safetensors").unlink()
-    error = refusal(group, TINY, draft)
-    assert "no-weights" in error.detail
-    assert_nothing_is_loaded(group.cluster)
     assert_the_group_works(group)
 
 

@@ -14,9 +14,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["enter", "exempt", "leave"]), SOURCE
 
 
 @given(st.integers(0, 6), st.integers(0, 4), MOVES)
-def test_it_admits_exactly_what_both_bounds_allow(
-    most: int, most_of_one: int, moves: list[tuple[str, str]]
-) -> None:
+def test_it_admits_what_both_bounds_allow(most: int, most_of_one: int, moves: list[tuple[str, str]]) -> None:
     counter, model = AdmissionCounter(most, most_of_one), Counter[str]()
     for move, source in moves:
         if move == "leave":

@@ -169,7 +169,7 @@ async def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: 
         await sees(lambda: slept == [600.0])
 
 
-def test_clients_still_read_once_the_ranks_have_ended(
+def test_clients_still_read_once_ranks_have_ended(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
@@ -189,7 +189,7 @@ def test_clients_still_read_once_the_ranks_have_ended(
 
 
 @played
-async def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
+async def test_a_bug_in_what_keeps_ranks_ends_it_too(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def err(*_: object) -> None:
@@ -204,7 +204,7 @@ async def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
 
 
 @played
-async def test_a_bug_in_the_endpoint_ends_the_agent(
+async def test_a_bug_of_the_endpoint_ends_an_agent(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def err(*_: object, **__: object) -> None:

@@ -35,9 +35,7 @@ def test_each_error_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> Non
     assert record.exc_info[0] is ZeroDivisionError
 
 
-def test_closing_ends_all_tasks_also_those_that_others_start_as_they_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_closing_ends_all_tasks_also_those_that_others_start(caplog: pytest.LogCaptureFixture) -> None:
     ended = []
 
     async def wait(name: str) -> None:

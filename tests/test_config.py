@@ -173,7 +173,7 @@ def test_no_token_on_standard_input_is_said() -> None:
         resolve_join("-", lambda: "\n", {"MLXTP_JOIN": "TOKEN"})
 
 
-def test_the_real_environment_counts_when_none_is_given(
+def test_the_real_environment_counts_if_none_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLXTP_HOME", str(tmp_path))
@@ -649,9 +649,7 @@ def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not
         ("2,3", "the split 2,3 has 5 layers, and tiny has 4"),
     ],
 )
-def test_ranks_of_one_machine_are_not_started_for_a_wrong_split(
-    tmp_path: Path, split: str, says: str
-) -> None:
+def test_ranks_of_one_machine_do_not_start_for_a_wrong_split(tmp_path: Path, split: str, says: str) -> None:
     shape = shape_of(llama(num_hidden_layers=4), name="tiny")
     settings = resolve_settings({"home": tmp_path, "ranks": 2}, {})
     with pytest.raises(ModelError) as refused:

@@ -124,9 +124,7 @@ def root() -> Iterator[logging.Logger]:
     mlxtp.setLevel(own)
 
 
-def test_everything_a_json_agent_logs_is_json(
-    root: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_a_json_agent_logs_is_json(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     root.handlers[:] = []  # as a process begins
     begin_log("json")
     logging.getLogger("mlxtp.node").info("hello")
@@ -181,7 +179,7 @@ def test_a_terminal_is_told_where_the_log_goes(
     assert capsys.readouterr().err == f"mlxtp: the log goes to {tmp_path / 'log'}\n"
 
 
-def test_a_log_that_cannot_be_written_is_said_once(
+def test_a_log_that_cannot_be_written_is_told_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     full = RotatingLog("/dev/full")
@@ -275,9 +273,7 @@ def test_an_event_says_what_happened_and_by_whom(audited: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in audited.parent.iterdir()} == {0o600}
 
 
-def test_several_processes_rotate_the_audit_log_and_lose_nothing(
-    audited: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_rotate_the_audit_log_and_lose_none(audited: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent keeps no file open, so that what a command rotated away gets no further lines."""
     [agent] = audit.log.handlers
     command = AuditLog(audited.parent)
@@ -338,9 +334,7 @@ def test_a_process_that_keeps_the_lock_holds_up_no_event(
     assert written() == [("event 0", 0), ("event 1", 0), ("event 2", 0), ("event 5", 2)]
 
 
-def test_the_end_of_the_process_waits_for_the_lock(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_process_waits_for_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = AuditLog(tmp_path)
     with (tmp_path / "audit.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -203,7 +203,7 @@ def test_kimi_answers_can_be_held_to_a_grammar(tmp_path: Path) -> None:
         ({"added_tokens_decoder": {"x": {}}}, "tokenizer_config.json is damaged"),
     ],
 )
-def test_a_tiktoken_model_that_cannot_be_converted_is_refused(
+def test_a_tiktoken_model_of_another_kind_is_refused(
     tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ModelError, match=why):
@@ -430,9 +430,7 @@ def test_other_names_are_no_template_module(name: str) -> None:
     assert template_module(name) is None
 
 
-def test_a_template_module_lives_as_long_as_its_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_module_lives_with_its_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "chat_templates"
     folder.mkdir()
     (folder / "own.py").write_text("def apply_chat_template(messages):\n    return __name__\n")

@@ -53,7 +53,7 @@ def test_options_are_parsed_that_are_given() -> None:
         Serve("tiny", nodes="3", split="3,1").parsed()
 
 
-def test_a_command_waits_for_a_reply_as_long_as_its_verb_says(
+def test_a_command_waits_for_a_reply_as_its_verb_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []

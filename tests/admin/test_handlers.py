@@ -96,9 +96,7 @@ async def test_each_verb_has_a_handler_which_gets_it(node: Node, member: members
 
 
 @played
-async def test_of_several_models_one_is_unloaded_by_its_name_or_all(
-    node: Node, member: members.Member
-) -> None:
+async def test_of_several_models_one_is_unloaded_by_name_or_all(node: Node, member: members.Member) -> None:
     admin, desired = Admin(node.parts, member.store), node.parts.node.desired
     with pytest.raises(UserError, match=r"tiny is not deployed\. Deployed models: none"):
         admin.models.unload(UnloadModel("tiny"))

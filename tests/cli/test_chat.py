@@ -177,9 +177,7 @@ def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
     assert "It is **because" in agent.asked[1].decode()  # what was said before it was stopped
 
 
-def test_a_ctrl_c_that_comes_just_before_a_read_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_just_before_a_read_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal just before the system call does not end that call. Neither does one to another thread."""
     typed = iter(("why?", "/quit"))
     monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))

@@ -531,9 +531,7 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent) -> None:
         ),
     ],
 )
-def test_serve_says_what_becomes_of_the_deployments(
-    agent: Agent, served: dict[str, object], said: str
-) -> None:
+def test_serve_says_what_becomes_of_deployments(agent: Agent, served: dict[str, object], said: str) -> None:
     output = agent.says("serve", **served).shown("serve", "org/model")
     assert output.replace("\n", " ").startswith(said)
 
@@ -588,7 +586,7 @@ WISHES = "--replicas 2 --on a,b --keep-alive 10m --replace"
         ("cluster members", "members", "name "),
     ],
 )
-def test_each_command_asks_and_says_what_became_of_it(
+def test_each_command_asks_and_says_what_came_of_it(
     agent: Agent, command: str, asked: str, said: str
 ) -> None:
     result = mlxtp(agent.home, *command.split())
@@ -628,9 +626,7 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("yes", [True, False])
-def test_in_a_terminal_it_is_asked_about_them(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, yes: bool
-) -> None:
+def test_in_a_terminal_one_is_asked_of_them(agent: Agent, monkeypatch: pytest.MonkeyPatch, yes: bool) -> None:
     asked: list[str] = []
     monkeypatch.setattr("typer.confirm", lambda words: (asked.append(words), yes)[1])
     monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
@@ -639,7 +635,7 @@ def test_in_a_terminal_it_is_asked_about_them(
     assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
 
 
-def test_the_authority_is_handed_over_once_a_person_confirmed(
+def test_a_person_confirms_that_the_authority_is_handed_over(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = mlxtp(agent.home, "cluster", "authority", "add", "mini")
@@ -675,9 +671,7 @@ def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
     assert "mini [x] was admitted by studio from 10.0.0.7, at 2026-05-2" in output
 
 
-def test_the_page_is_where_the_agent_is_and_has_its_key(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_is_where_the_agent_is_with_its_key(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"{agent.url}/#key={quote(KEY)}"
     assert agent.shown("page") == f"{address}\n"
     assert json.loads(agent.shown("page", "--json")) == {"url": address}
@@ -715,7 +709,7 @@ def test_a_drain_within_no_time_is_refused(agent: Agent, within: str) -> None:
     assert agent.admin.asked == []
 
 
-def test_a_folder_is_served_by_its_whole_path(
+def test_a_folder_is_served_by_its_path(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()
@@ -742,7 +736,7 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
         ({"macs": [], "why": "needs 9 GB"}, "nowhere: needs 9 GB"),
     ],
 )
-def test_a_plan_says_where_a_model_would_run_beside_what_runs(
+def test_a_plan_says_where_a_model_runs_beside_others(
     agent: Agent, now: dict[str, object], line: str
 ) -> None:
     agent.says(

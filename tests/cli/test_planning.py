@@ -310,7 +310,7 @@ def test_a_plan_says_what_drafts_would_bring_where_the_model_has_a_head() -> Non
 
 
 @pytest.mark.slow
-def test_a_plan_counts_only_a_head_that_ranks_would_load(
+def test_a_plan_counts_a_head_that_ranks_would_load(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = add_head(write_model(tmp_path / "small"), (7, 8, 9), length=9)

@@ -22,9 +22,7 @@ from ..placement.made_up_macs import unsealed
         (LeaderClaim(1, "z"), NO_CLAIM),
     ],
 )
-def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(
-    one: LeaderClaim, other: LeaderClaim
-) -> None:
+def test_the_later_term_is_stronger_then_the_smaller_id(one: LeaderClaim, other: LeaderClaim) -> None:
     assert stronger(one, other) == stronger(other, one) == one
 
 
@@ -58,9 +56,7 @@ def merged(one: ClusterState, other: ClusterState) -> ClusterState:
 
 
 @given(_beliefs, _beliefs, _beliefs)
-def test_merging_needs_no_order_and_no_memory(
-    one: ClusterState, two: ClusterState, three: ClusterState
-) -> None:
+def test_merging_needs_no_order(one: ClusterState, two: ClusterState, three: ClusterState) -> None:
     assert merged(one, two) == merged(two, one)
     assert merged(merged(one, two), three) == merged(one, merged(two, three))
     assert merged(one, one) == one

@@ -85,9 +85,7 @@ _tables = st.builds(
 
 
 @given(_tables, _tables, _tables)
-def test_merging_needs_no_order_and_no_memory(
-    one: DeploymentTable, two: DeploymentTable, three: DeploymentTable
-) -> None:
+def test_merging_needs_no_order(one: DeploymentTable, two: DeploymentTable, three: DeploymentTable) -> None:
     assert one.merged(two) == two.merged(one)
     assert one.merged(two).merged(three) == one.merged(two.merged(three))
     assert one.merged(one) == one

@@ -236,9 +236,7 @@ def test_a_removed_member_removes_no_other_afterwards(desk: Desk) -> None:
         assert not desk.removes(held, desk.air, desk.rogue)
 
 
-def test_what_a_member_removed_before_it_went_stays_removed_for_those_who_hear_of_it_later(
-    desk: Desk,
-) -> None:
+def test_what_a_member_removed_before_it_went_stays_removed_for_those_who_hear_later(desk: Desk) -> None:
     told = desk.removed(desk.roster, desk.air, desk.rogue)
     told = desk.removed(told, desk.rogue, desk.first)
     assert desk.hears(desk.roster, told) == desk.hears(Roster(), told) == told

@@ -54,9 +54,7 @@ def test_a_minor_difference_of_mlxtp_is_accepted(theirs: str) -> None:
         (replace(OURS, flags=("speculation=off",)), ("repeatable is True", "at its default on studio")),
     ],
 )
-def test_what_does_not_fit_is_named_with_both_values_and_a_remedy(
-    theirs: AgentHello, said: tuple[str, ...]
-) -> None:
+def test_what_does_not_fit_is_named_with_values_and_remedy(theirs: AgentHello, said: tuple[str, ...]) -> None:
     reason = compare(OURS, replace(theirs, name="studio"))
     assert "studio" in reason
     for part in said:

@@ -103,9 +103,7 @@ async def test_removals_pass_between_versions_and_both_ends_know_why_they_have_n
 
 
 @played
-async def test_a_link_clears_the_reason_and_reasons_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_link_clears_reasons_which_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = founder(tmp_path)
     a, b = (
         Agent(each, name, 12, monkeypatch)

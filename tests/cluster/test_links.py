@@ -239,7 +239,7 @@ HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
     ids=["a beat", "another hello", "a goodbye", "an error", "noise", "a large frame", "silence"],
 )
 @played
-async def test_who_does_not_say_who_it_is(
+async def test_who_does_not_say_its_name(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
     monkeypatch.setattr(neighbours_module, "GREETING_S", 0.2)

@@ -658,9 +658,7 @@ def test_a_healthy_group_stays_while_other_macs_come_and_go(
 
 @pytest.mark.parametrize("name", "abc")
 @pytest.mark.parametrize("apart_s", [0.0, 5.0])
-def test_a_mac_that_served_alone_after_its_start_ends_no_group_of_the_others(
-    name: str, apart_s: float
-) -> None:
+def test_a_mac_that_served_alone_after_its_start_ends_no_group_of_others(name: str, apart_s: float) -> None:
     """It takes all groups for lost, and claims a later term. It meets one of the others before the other."""
     world = several(dict.fromkeys("abc", 64))
     serve(world, "a", "middle", nodes="1")

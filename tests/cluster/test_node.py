@@ -357,9 +357,7 @@ async def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothi
 
 
 @played
-async def test_tokens_come_from_a_holder_of_the_authority_only(
-    node: Node, member: Member, first: Member
-) -> None:
+async def test_tokens_come_from_holders_of_the_authority(node: Node, member: Member, first: Member) -> None:
     me = node.parts
     with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
         await me.tokens.token()
@@ -420,9 +418,7 @@ async def test_what_is_no_token_of_this_cluster_is_not_printed(
 
 
 @played
-async def test_who_holds_the_authority_is_the_authority_s_word(
-    node: Node, tmp_path: Path, first: Member
-) -> None:
+async def test_who_holds_the_authority_is_its_own_word(node: Node, tmp_path: Path, first: Member) -> None:
     own = removed_by(first)
     node.hear(node.meet(B), own)
     assert node.parts.node.replica.roster.holders() == [first.identity.node_id]
@@ -445,9 +441,7 @@ async def test_an_agent_that_ends_by_a_bug_says_it_once(node: Node) -> None:
     assert node.parts.node.over.done()
 
 
-def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
-    tmp_path: Path, member: Member
-) -> None:
+def test_a_name_by_the_system_that_cannot_be_printed_is_told_too(tmp_path: Path, member: Member) -> None:
     async def scene() -> None:
         chosen = Settings(tmp_path, "", 0, 1, "tiny", cluster=True, name="studio\x1b[2J\u202e")
         node = ClusterNode(chosen, member.identity, MACHINE)
@@ -466,9 +460,7 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
 
 @pytest.mark.parametrize("model", ["x" * 1001, "a\nb", "\ud800", "nul\0"])
 @played
-async def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
-    node: Node, model: str
-) -> None:
+async def test_a_name_that_no_message_can_carry_is_refused_where_it_is_typed(node: Node, model: str) -> None:
     a = node.meet(A)
     with pytest.raises(UserError):
         node.parts.node.desired.serve(model)
@@ -491,9 +483,7 @@ async def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
     assert caplog.text.count("state.json cannot be written") == 1
 
 
-def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
-    tmp_path: Path, member: Member
-) -> None:
+def test_a_removal_that_a_full_disk_refused_is_written_at_the_end(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         node.meet(A)
         await node.tick_and_save()

@@ -206,9 +206,7 @@ def test_a_node_takes_part_when_the_owner_asks() -> None:
         ("b", 7, "", "epoch 7 is not newer than epoch 8"),
     ],
 )
-def test_it_refuses_any_other_agent_and_anything_old(
-    sender: str, number: int, assignee: str, said: str
-) -> None:
+def test_it_refuses_other_agents_and_what_is_old(sender: str, number: int, assignee: str, said: str) -> None:
     reason = refusal(sender, number, assignee, joined=8)
     assert said in reason
 

@@ -91,7 +91,7 @@ def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch
     assert from_text((tmp_path / FILE).read_text()) == SavedState()
 
 
-def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
+def test_a_new_file_is_on_the_disk_before_it_has_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -102,9 +102,7 @@ def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
     assert done == ["sync", "rename", "sync"] * 2  # the last ones are of the removals
 
 
-def test_a_full_disk_is_told_and_the_file_before_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_and_the_last_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, KEPT)
 
     def full(descriptor: int) -> None:

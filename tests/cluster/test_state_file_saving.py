@@ -30,7 +30,7 @@ def kept(epoch: int) -> state_file.SavedState:
     return state_file.SavedState(ClusterState(epoch=epoch))
 
 
-def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
+def test_a_slow_drive_delays_nothing_and_the_latest_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on, alone, written = threading.Event(), threading.Event(), threading.Lock(), list[int]()

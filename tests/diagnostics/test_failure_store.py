@@ -95,9 +95,7 @@ def test_the_oldest_failures_go(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
-def test_after_the_clock_went_back_the_newest_failures_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_clock_went_back_new_failures_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names and times are older than all others'."""
     ahead = time.time() + 1e6
     made = []
@@ -162,7 +160,7 @@ def test_a_rank_in_its_own_words(tmp_path: Path) -> None:
         (None, {}, (None, None, "", False)),
     ],
 )
-def test_how_a_rank_ended(
+def test_ends_of_ranks(
     tmp_path: Path, status: int | None, how: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     """A rank that was gone before its agent wanted to end it was not ended by it."""
@@ -203,9 +201,7 @@ def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_recording_of_which_only_a_part_has_room_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_has_room_in_part_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk takes the first bytes without an error. What it took it gets back, and the descriptor."""
     write, opened, closed = os.write, os.open, list[int]()
     monkeypatch.setattr(

@@ -397,9 +397,7 @@ def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPat
     assert row(found, "local-network").level == Level.ERROR
 
 
-def test_the_wheel_of_mlx_metal_is_read_from_its_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wheel_of_mlx_metal_is_known_by_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = tmp_path / "mlx_metal-0.32.4.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: mlx-metal\nVersion: 0.32.4\n")

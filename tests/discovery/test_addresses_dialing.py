@@ -127,6 +127,8 @@ a link that was steady is dialled at once when it breaks
     60 dials mac; 60 failed mac; 60.5 dials mac
 another cluster is not forgotten with its sighting
     ; 0 sees a@1; 0 dials 1; 0 foreign 1; 1 sees; 1 knows 0; 2 sees a@1; 59 dials; 60 dials 1
+nor by being remembered meanwhile
+    ; 0 sees a@1; 0 dials 1; 0 foreign 1; 1 sees; 2 remember a 1; 59 dials; 60 dials 1
 who answers counts more than who was said to be there, even if other members say so
     ; 0 sees b@1; 0 dials 1; 0.1 reached 1 a; 20 sees b@1 b@2; 20+a dials 2; 20 remembers a:1
 another node at an old address is found

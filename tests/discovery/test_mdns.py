@@ -167,7 +167,7 @@ def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
     assert world.said == []
 
 
-def test_where_the_network_may_not_be_reached_it_says_why_and_tries_again(
+def test_where_the_network_is_out_of_reach_it_says_why_and_tries_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> World:
@@ -336,9 +336,7 @@ def test_changes_are_told_at_most_every_so_often(tell: Tell, monkeypatch: pytest
     assert len(world.changes) <= (begun[1] - begun[0]) / 0.05 + 1
 
 
-def test_so_many_are_asked_at_once_and_the_silent_are_asked_again(
-    tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_many_are_asked_at_once_and_the_silent_again(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"node {number}.{SERVICE}" for number in range(12)]
 
     async def story(world: World) -> None:

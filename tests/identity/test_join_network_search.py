@@ -122,7 +122,7 @@ async def test_a_false_announcement_keeps_no_mac_out(street: Street, monkeypatch
 
 
 @played
-async def test_a_mac_that_never_replies_holds_no_joiner_up(
+async def test_a_mac_that_never_replies_delays_no_one(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(join_network, "PATIENCE_S", (1000.0,))
@@ -180,9 +180,7 @@ async def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_di
 
 
 @played
-async def test_the_no_of_the_right_mac_is_the_end_of_it(
-    street: Street, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_no_of_the_right_mac_is_the_end(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     token = await street.house.node.parts.tokens.token()
     street.announce(street.other.port, street.house.port)
@@ -206,9 +204,7 @@ async def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
 
 
 @played
-async def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_with_another(
-    street: Street,
-) -> None:
+async def test_a_member_stays_one_with_a_token_of_its_cluster_alone(street: Street) -> None:
     own, other = [await each.node.parts.tokens.token() for each in (street.house, street.other)]
     member = street.member.member
     settings = Settings(street._home(), "", 0, 1, "tiny", cluster=True, join=own)
@@ -220,9 +216,7 @@ async def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_wit
 
 @pytest.mark.slow
 @played
-async def test_when_no_mac_is_found_it_is_said_what_was(
-    street: Street, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_when_no_mac_is_found_what_was_is_said(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1.0)
     token = await street.house.node.parts.tokens.token()
     with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):

@@ -94,7 +94,7 @@ def test_without_room_it_is_made_each_time(
         ({"quantization": {"mode": "turbo"}}, Code.MODEL_UNSUPPORTED, "the mode 'turbo'"),
     ],
 )
-def test_a_refusal_has_the_words_of_the_engine(
+def test_a_refusal_is_in_the_engines_words(
     cache: Path, changes: dict[str, Any], code: Code, says: str
 ) -> None:
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}

@@ -134,9 +134,7 @@ def found(name: str, fingerprint: str = "", revision: str = "", weight_mib: int 
 
 
 @played
-async def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(
-    stage: Stage, tmp_path: Path
-) -> None:
+async def test_a_model_is_there_for_a_rank_before_people_have_it(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "model.safetensors").write_bytes(bytes((1 << 20) + 1))
     with pytest.raises(ModelError, match="one is not wanted here"):
@@ -167,9 +165,7 @@ async def test_a_model_that_cannot_be_described_is_none_for_ranks(stage: Stage) 
     assert stage.model.shape.name == "one"
 
 
-def test_files_of_weights_that_are_not_read_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "one").mkdir()
     for name in ("model-00001-of-00001", "model"):
         (tmp_path / "one" / f"{name}.safetensors").write_bytes(b"x")
@@ -221,7 +217,7 @@ async def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(stage:
 
 
 @played
-async def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(
+async def test_two_models_are_wanted_at_once_and_each_is_reported_by_name(
     stage: Stage, tmp_path: Path
 ) -> None:
     coming = asyncio.Event()
@@ -270,7 +266,7 @@ async def test_a_shape_that_a_member_made_up_costs_its_link(stage: Stage) -> Non
     ],
 )
 @played
-async def test_why_it_is_not_there_is_told_and_it_may_come_later(
+async def test_why_it_is_not_there_is_told_until_it_comes(
     stage: Stage, error: Exception, problem: str
 ) -> None:
     stage.errors["one"] = error

@@ -35,7 +35,7 @@ def test_a_file_that_is_larger_than_models_need_is_not_wanted(path: str, most: i
         (("mtp", "adapters", "adapter_model", "weights"), ("mtp",)),
     ],
 )
-def test_a_head_in_a_file_of_its_own_is_wanted_with_its_model(
+def test_a_head_in_its_own_file_is_wanted_with_its_model(
     there: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     files = [ModelFile(f"{name}.safetensors", 9, "a" * 40) for name in there]

@@ -58,9 +58,7 @@ def row(getting: TransferCoordinator, name: str, node_id: str) -> dict[str, Any]
 
 
 @played
-async def test_slow_downloads_wait_for_their_turn_and_nothing_else_waits_for_them(
-    node: Node, hub: Hub
-) -> None:
+async def test_slow_downloads_wait_for_their_turn_and_nothing_waits_for_them(node: Node, hub: Hub) -> None:
     names = [f"some-body/slow-{i}" for i in range(AT_ONCE + 2)]
     hub.models = {name: Model(embedded(), pace=4e4) for name in names}
     getting, me = leads(node), node.parts.node.node_id
@@ -79,9 +77,7 @@ async def test_slow_downloads_wait_for_their_turn_and_nothing_else_waits_for_the
 
 @pytest.mark.usefixtures("hub")
 @played
-async def test_one_member_cannot_have_everything_looked_for(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_member_cannot_have_all_looked_for(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     getting, a = leads(node), node.meet(A)
     for i in range(2 * MAX_JOBS):
         node.hear(a, ModelHeld(f"o/m{i}", "", 0, 0, 0, wants=True, problem="", port=0))

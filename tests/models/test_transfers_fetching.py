@@ -298,9 +298,7 @@ def test_a_commit_is_no_other_one(hub: Hub) -> None:
     assert Repo(NAME).commits() == frozenset()
 
 
-def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_no_disk_has_are_refused_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def claimed(size: int, count: int) -> bytes:
         weights = [
             {"rfilename": f"model-{i}.safetensors", "size": size, "blobId": f"{i:040x}"} for i in range(count)
@@ -322,9 +320,7 @@ def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
 
 
 @pytest.mark.parametrize("stalls", ["/api/", "/resolve/"])
-def test_to_end_does_not_wait_for_a_hub_that_stalls_and_nothing_comes_afterwards(
-    hub: Hub, stalls: str
-) -> None:
+def test_to_end_does_not_wait_for_a_hub_that_stalls_and_nothing_comes_later(hub: Hub, stalls: str) -> None:
     model, ours = hub.models[NAME], fetch()
     model.stalls = stalls
     ended: list[Exception] = []
@@ -620,9 +616,7 @@ def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> No
     assert not repo.blobs.part(file).exists()
 
 
-def test_a_lender_that_goes_leaves_what_has_come(
-    hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lender_that_goes_leaves_what_came(hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     files = 0
     lend = peer_copy._lend
 
@@ -675,9 +669,7 @@ def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> 
         peer_copy.ask(channel, NAME)
 
 
-def test_a_lender_that_gets_another_revision_meanwhile_is_left(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lender_that_gets_another_revision_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pair.theirs.manifest(COMMIT)
     told = iter([first])
     less = manifests.Manifest(NAME, NEWER, first.files[:1])
@@ -694,7 +686,7 @@ def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.Monke
         pair.copy()
 
 
-def test_a_lender_that_gets_nothing_new_is_not_waited_for_all_day(
+def test_a_lender_that_gets_nothing_new_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_copy, "STEP_S", 0.5)

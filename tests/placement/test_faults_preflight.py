@@ -241,9 +241,7 @@ def test_an_errno_of_python_is_not_jaccls(message: str) -> None:
         ("[jaccl] Changing queue pair to RTR failed with errno 60", {"rdma_en9"}, "correct the device"),
     ],
 )
-def test_a_device_that_was_named_by_hand_is_not_to_be_named_again(
-    message: str, named: set[str], advice: str
-) -> None:
+def test_a_device_that_was_named_is_not_to_be_named_again(message: str, named: set[str], advice: str) -> None:
     trouble = explain(message, named)
     assert advice in trouble.fix
     assert ("name the device by hand" in trouble.fix) == (advice == "name the device by hand")

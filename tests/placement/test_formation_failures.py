@@ -203,9 +203,7 @@ def died(memory: FailedGroups, now: float, served_s: float, *, at_once: bool = F
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=12))
-def test_a_group_is_left_out_at_the_second_end_in_a_row_and_longer_each_time(
-    ends: list[tuple[int, bool]],
-) -> None:
+def test_a_group_is_left_out_at_its_second_end_and_longer_each_time(ends: list[tuple[int, bool]]) -> None:
     memory, group, now, row, out_s = FailedGroups(), meshed(0, 1), 0.0, 0, 0.0
     for served_s, at_once in ends:
         memory.formed(group.kind, group.links)  # which it must have, to serve

@@ -191,7 +191,7 @@ def test_the_private_network_is_taken_though_a_shared_one_is_faster() -> None:
         (on_lan(cabled(macs(), [(0, 1)])), ""),
     ],
 )
-def test_a_plan_says_where_tensors_cross_a_network_of_others(
+def test_a_plan_says_where_tensors_cross_networks_of_others(
     members: list[MemberMachine], network: str
 ) -> None:
     notes = [note for note in planned(members, "any").notes if note.startswith("tensors cross ")]

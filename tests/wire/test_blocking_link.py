@@ -121,7 +121,7 @@ def test_sending_to_a_peer_that_is_gone(decode: Joined) -> None:
     assert caught.value.code is Code.LINK_LOST
 
 
-def test_half_a_frame_and_then_the_end(decode: Joined) -> None:
+def test_half_a_frame_and_the_end(decode: Joined) -> None:
     decode.lower_sock.sendall(encode(Ack(1, 1, 1, 0), EPOCH, 9)[:10])
     decode.lower.close()
     with pytest.raises(LinkError, match="in the middle of a frame"):

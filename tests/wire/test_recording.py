@@ -64,7 +64,7 @@ def test_steps_are_in_order_wherever_the_oldest_stands() -> None:
     [(0.0, 0.0, (0, 0)), (1.25, 0.0, (1_250_000, 0)), (0.25, 0.5, (0, 0)), (1.25, 0.5, (1_250_000, 0))],
     ids=["begun", "queued", "begun, after an old one", "queued, after an old one"],
 )
-def test_a_step_that_did_not_come_to_its_end(
+def test_a_step_that_did_not_come_to_an_end(
     queued: float, finished: float, expected: tuple[int, int]
 ) -> None:
     """The earlier step in this slot leaves nothing that counts as its own."""

@@ -101,9 +101,7 @@ async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
 
 
 @played
-async def test_half_a_frame_and_then_the_end(
-    agent: StreamLink, rank: BlockingLink, sock: socket.socket
-) -> None:
+async def test_half_a_frame_and_the_end(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
     rank.close()
     with pytest.raises(LinkError, match="in the middle of a frame"):
@@ -140,7 +138,7 @@ async def test_what_was_sent_before_close_still_arrives(
 
 
 @played
-async def test_a_cancelled_reader_loses_nothing(
+async def test_a_cancelled_read_loses_nothing(
     agent: StreamLink, rank: BlockingLink, sock: socket.socket
 ) -> None:
     reading = asyncio.create_task(agent.receive())

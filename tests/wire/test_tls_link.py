@@ -28,7 +28,7 @@ from .test_blocking_link import (
     test_a_step_and_its_ack,
     test_close_wakes_the_reader,
     test_frames_of_many_threads_do_not_mix,
-    test_half_a_frame_and_then_the_end,
+    test_half_a_frame_and_the_end,
     test_receive_with_a_deadline,
     test_sending_to_a_peer_that_is_gone,
 )
@@ -46,7 +46,7 @@ __all__ = [
     "test_a_step_and_its_ack",
     "test_close_wakes_the_reader",
     "test_frames_of_many_threads_do_not_mix",
-    "test_half_a_frame_and_then_the_end",
+    "test_half_a_frame_and_the_end",
     "test_receive_with_a_deadline",
     "test_sending_to_a_peer_that_is_gone",
 ]

@@ -437,7 +437,7 @@ def test_no_agent_replies(members: Members) -> None:
 
 @pytest.mark.parametrize("alpn", [ALPN_DECODE, ALPN_CONTROL])
 @played
-async def test_another_cluster_answers_or_speaks_something_else(
+async def test_another_cluster_answers_or_speaks_otherwise(
     members: Members, tmp_path: Path, alpn: str
 ) -> None:
     other = founder(tmp_path)

@@ -25,7 +25,7 @@ from mlxtp.text.tokenizer import Text
 from . import live_cluster
 from .hub import Hub, put, running_hub
 from .live_cluster import Cluster
-from .rings import in_whole
+from .rings import in_whole, is_slow
 from .wire.members import Member, founder, member_of
 
 # A busy machine is no counterexample.
@@ -114,8 +114,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.group)
         elif not SLOW_FIXTURES.isdisjoint(fixtures) or _lies_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
-        if in_whole(item.nodeid.removeprefix("tests/")):
+        name = item.nodeid.removeprefix("tests/")
+        if in_whole(name):
             item.add_marker(pytest.mark.whole)
+        if is_slow(name):
+            item.add_marker(pytest.mark.slow)
         if _lies_in(item.path, OF_FAULTS):
             item.add_marker(pytest.mark.fault)
         if item.get_closest_marker("group") and not _has_groups(item.path):

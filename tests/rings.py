@@ -1,4 +1,4 @@
-"""Tests that only `make test-all` runs. What `make test` keeps shows the same on most changes, in less time.
+"""Tests that rings leave out. Those that `make test` keeps show the same on most changes, in less time.
 
 A row is a folder of `tests/`, a file, a test or a case of one. Rows of `KEPT` are exceptions of `WHOLE`.
 """
@@ -129,10 +129,43 @@ KEPT = (
     "test_background_watchdog.py::test_an_agent_is_watched",
 )
 
+#: Pure, but for seconds: `make quick` leaves them out.
+SLOW = (
+    "api/dialects/test_request_parts_extent.py::test_a_million_parts_are_refused_before_they_are_read",
+    "api/dialects/test_request_parts_history.py::test_an_answer_that_comes_back_is_taken",
+    "engine/test_batch_kernels.py",
+    "engine/test_block_store.py::test_ten_thousand_blocks_are_found",
+    "engine/test_mtp_head.py",
+    "engine/test_payoff.py::test_hardly_slower_than_the_best_fixed_choice_and_than_none",
+    "engine/test_pipeline.py",
+    "engine/test_recurrent.py",
+    "engine/test_sampler.py::test_draws_follow_the_filtered_distribution",
+    "engine/test_scheduler.py::test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time",
+    "engine/test_scheduler.py::test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fails",
+    "engine/test_scheduler.py::test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing",
+    "engine/test_scheduler.py::test_the_turns_of_a_conversation_hold_its_tokens_once",
+    "engine/test_scheduler.py::test_what_was_on_disk_before_changes_no_answer",
+    "engine/test_scheduler.py::test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost",
+    "groups/test_fabric.py::test_the_row_of_a_model",
+    "placement/test_planner.py::test_no_way_among_four_macs_is_faster",
+    "repository/test_docs.py",
+    "repository/test_measures.py",
+    "repository/test_structure.py",
+    "text/test_answers.py::test_an_endless_row_of_blanks_takes_linear_work",
+    "wire/test_frames.py::test_noise_is_refused_and_leaves_nothing_behind",
+    "wire/test_frames.py::test_nothing_of_earlier_frames_is_kept",
+    "wire/test_protocol.py::test_every_illegal_move_is_refused_at_both_ends",
+)
+
 
 def in_whole(test: str) -> bool:
     """Return whether `make test` leaves out a test: its id, below `tests/`."""
     return _named(test, WHOLE) and not _named(test, KEPT)
+
+
+def is_slow(test: str) -> bool:
+    """Return whether `make quick` leaves out a test that is not marked: its id, below `tests/`."""
+    return _named(test, SLOW)
 
 
 def _named(test: str, rows: tuple[str, ...]) -> bool:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ..pages import ROOT
-from ..rings import KEPT, WHOLE, in_whole
+from ..rings import KEPT, SLOW, WHOLE, in_whole
 
 TESTS = ROOT / "tests"
 
@@ -16,7 +16,7 @@ def stands_in(file: str, test: str) -> bool:
     return re.search(rf"^(async )?def {test}\(", (TESTS / file).read_text(), re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize("row", [*WHOLE, *KEPT])
+@pytest.mark.parametrize("row", [*WHOLE, *KEPT, *SLOW])
 def test_a_row_names_tests(row: str) -> None:
     path, _, test = row.partition("::")
     assert (TESTS / path).exists()

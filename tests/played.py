@@ -1,35 +1,43 @@
-"""Tests that are coroutines: what a file's own `play` runs, with the fixtures that each asks for."""
+"""Tests that are coroutines: a file's own `play` sets the stage, and runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import inspect
+from collections.abc import Callable
 from functools import wraps
-from inspect import Parameter, Signature, signature
 from typing import Any
 
-Story = Callable[..., Coroutine[Any, Any, None]]
+Test = Callable[..., Any]
 
 
-def as_test(
-    play: Callable[..., None], *needs: str, passes: int = 1
-) -> Callable[[Story], Callable[..., None]]:
-    """Return a decorator that makes a test of a story: `play` gets the fixtures `needs`, and the story.
+def scenes(
+    play: Callable[..., None], *fixtures: str, stages: int = 1
+) -> Callable[..., Callable[[Test], Test]]:
+    """Return a decorator that makes tests of coroutines: `play` sets the stage, which they get first.
 
-    Of the story's arguments `play` passes the first `passes`. The others are fixtures.
+    `play` takes the values of these fixtures, the story, and settings: those of the decorator, and the
+    arguments of the test that it names. It gives the story so many arguments.
     """
 
-    def decorator(story: Story) -> Callable[..., None]:
-        given = list(signature(story).parameters)[passes:]
+    def scene(*passed: str, **settings: Any) -> Callable[[Test], Test]:
+        def decorated(story: Test) -> Test:
+            own = list(inspect.signature(story).parameters.values())[stages:]
+            names = [each.name for each in own]
 
-        @wraps(story)
-        def test(**fixtures: Any) -> None:
-            own = {name: fixtures[name] for name in given}
-            play(*(fixtures[name] for name in needs), lambda *scene: story(*scene, **own))
+            @wraps(story)
+            def test(**given: Any) -> None:
+                mine = {name: given[name] for name in names}
+                how = settings | {name: given[name] for name in passed}
+                play(*(given[name] for name in fixtures), lambda *stage: story(*stage, **mine), **how)
 
-        names = dict.fromkeys((*needs, *given))
-        test.__signature__ = Signature(  # type: ignore[attr-defined]
-            [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
-        )
-        return test
+            others = [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+                for name in (*fixtures, *passed)
+                if name not in names
+            ]
+            test.__signature__ = inspect.Signature([*own, *others])  # type: ignore[attr-defined]
+            return test
 
-    return decorator
+        return decorated
+
+    return scene

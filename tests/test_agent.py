@@ -31,9 +31,9 @@ from mlxtp.models.transfers import TransferCoordinator
 from .groups.scenes import run, sees, within
 from .hub import Hub, Model, embedded
 from .live_cluster import Cluster, rank_processes, until
-from .played import as_test
+from .played import scenes
 
-played = as_test(lambda story: run(within(story())), passes=0)
+played = scenes(lambda story: run(within(story())), stages=0)
 
 
 pytestmark = pytest.mark.group
@@ -157,7 +157,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     return Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, keep_awake=False, **where)
 
 
-@played
+@played()
 async def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = chain([Clocks(100, 5000), Clocks(101, 5601)], repeat(Clocks(102, 5602)))
     slept: list[float] = []
@@ -188,7 +188,7 @@ def test_clients_still_read_once_ranks_have_ended(
     assert reached == [True]
 
 
-@played
+@played()
 async def test_a_bug_in_what_keeps_ranks_ends_it_too(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ async def test_a_bug_in_what_keeps_ranks_ends_it_too(
         assert agent.over.exception() is failed.value
 
 
-@played
+@played()
 async def test_a_bug_of_the_endpoint_ends_an_agent(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

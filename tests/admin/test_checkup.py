@@ -21,10 +21,10 @@ from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import Interface, Members, ModelStatus
 
 from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def closed() -> str:
         return address
 
 
-@played
+@played()
 async def test_a_member_is_seen_by_tries_and_links(node: Node) -> None:
     cluster = node.parts
     dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
@@ -61,7 +61,7 @@ async def test_a_member_is_seen_by_tries_and_links(node: Node) -> None:
     assert second.ours == (Attempt("127.0.0.1:1", "Connection refused", 111),)
 
 
-@played
+@played()
 async def test_the_doctor_knows_which_macs_let_others_in(node: Node, first: Member) -> None:
     endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
     agent = AgentCheckup(node.parts.node.settings, endpoint, node.parts, None)

@@ -46,10 +46,10 @@ from ..groups.one_node import A, B, Node, alone, play
 from ..groups.scenes import run
 from ..hub import COMMIT
 from ..placement.made_up_models import llama
-from ..played import as_test
+from ..played import scenes
 from ..wire import members
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 def play_founder(home: Path, story: Callable[[Node, members.Member], Awaitable[None]]) -> None:
@@ -57,13 +57,13 @@ def play_founder(home: Path, story: Callable[[Node, members.Member], Awaitable[N
     play(home, first, lambda node: story(node, first))
 
 
-played_by_founder = as_test(play_founder, "tmp_path", passes=2)
+played_by_founder = scenes(play_founder, "tmp_path", stages=2)
 
 
 NAME = "some-body/tiny"
 
 
-@played
+@played()
 async def test_the_wanted_model_is_told_to_all_and_once(node: Node, member: members.Member) -> None:
     admin, a = Admin(node.parts, member.store), node.meet(A)
     assert await admin.models.serve(Serve("tiny", nodes="2")) == {
@@ -86,7 +86,7 @@ async def test_the_wanted_model_is_told_to_all_and_once(node: Node, member: memb
     assert told == [[], [(1, "tiny")], [(2, "tiny")], [(3, "")]]
 
 
-@played
+@played()
 async def test_each_verb_has_a_handler_which_gets_it(node: Node, member: members.Member) -> None:
     admin = Admin(node.parts, member.store)
     with pytest.raises(KeyError, match="ModelsOnDisk"):
@@ -95,7 +95,7 @@ async def test_each_verb_has_a_handler_which_gets_it(node: Node, member: members
     assert (await admin.carry_out(Status()))["state"]
 
 
-@played
+@played()
 async def test_of_several_models_one_is_unloaded_by_name_or_all(node: Node, member: members.Member) -> None:
     admin, desired = Admin(node.parts, member.store), node.parts.node.desired
     with pytest.raises(UserError, match=r"tiny is not deployed\. Deployed models: none"):
@@ -116,7 +116,7 @@ async def test_of_several_models_one_is_unloaded_by_name_or_all(node: Node, memb
     assert admin.models.unload(UnloadModel("org/one@other"))["model"] == ""
 
 
-@played
+@played()
 async def test_a_short_name_is_served_and_unloaded_under_the_name_that_it_stands_for(
     node: Node, member: members.Member
 ) -> None:
@@ -128,7 +128,7 @@ async def test_a_short_name_is_served_and_unloaded_under_the_name_that_it_stands
     assert admin.models.unload(UnloadModel("llama-3.2-1b"))["unloaded"] == [llama]
 
 
-@played
+@played()
 async def test_a_split_holds_until_something_contradicts_it(node: Node, member: members.Member) -> None:
     admin = Admin(node.parts, member.store)
     for parallel, split, nodes, wrong in (
@@ -158,7 +158,7 @@ async def test_a_split_holds_until_something_contradicts_it(node: Node, member: 
     ]  # fmt: skip
 
 
-@played
+@played()
 async def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_request(
     node: Node, member: members.Member
 ) -> None:
@@ -198,7 +198,7 @@ async def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only
         await admin.models.serve(Serve("tiny", replicas="65"))
 
 
-@played
+@played()
 async def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(node: Node) -> None:
     cluster, a = node.parts, node.meet(A)
     node.hear(a, *only(7, A, "org/model", "2").messages())
@@ -217,7 +217,7 @@ async def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agen
     assert serves("auto") == 9
 
 
-@played
+@played()
 async def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(node: Node) -> None:
     cluster, a = node.parts, node.meet(A)
     node.hear(a, *only(7, A, "org/model", "2").messages())
@@ -254,7 +254,7 @@ async def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_a
     ],
     ids=["nothing", "long", "two lines", "half a letter", "a typo", "no Mac", "nine Macs", "a word"],
 )
-@played
+@played()
 async def test_a_choice_that_makes_no_sense_changes_nothing(
     node: Node, member: members.Member, model: str, nodes: str
 ) -> None:
@@ -267,7 +267,7 @@ async def test_a_choice_that_makes_no_sense_changes_nothing(
     assert {table.rows for table in a.heard(Deployments)} == {()}
 
 
-@played
+@played()
 async def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     node: Node, member: members.Member, first: members.Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +300,7 @@ async def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     assert again["held_authority"] == []
 
 
-@played
+@played()
 async def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
     node: Node, tmp_path: Path, member: members.Member, first: members.Member
 ) -> None:
@@ -344,7 +344,7 @@ async def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
     assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A, five}
 
 
-@played
+@played()
 async def test_a_removal_that_no_disk_has_is_refused_until_one_has_it(
     node: Node, tmp_path: Path, member: members.Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +391,7 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
     play(tmp_path, second, story)
 
 
-@played_by_founder
+@played_by_founder()
 async def test_the_last_holder_of_the_authority_leaves_by_force(node: Node, first: members.Member) -> None:
     admin = Admin(node.parts, first.store)
     node.meet(A)
@@ -403,13 +403,13 @@ async def test_the_last_holder_of_the_authority_leaves_by_force(node: Node, firs
     assert first.store.load().authority is None
 
 
-@played_by_founder
+@played_by_founder()
 async def test_a_lone_mac_may_always_leave(node: Node, first: members.Member) -> None:
     assert Admin(node.parts, first.store).members.leave(LeaveCluster())["members"] == 0
     assert node.parts.node.over.done()
 
 
-@played
+@played()
 async def test_what_is_told_about_the_cluster_can_be_told_as_json(
     node: Node, member: members.Member, weights: ModelSource
 ) -> None:
@@ -482,7 +482,7 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("hub")
-@played
+@played()
 async def test_files_are_repaired_while_no_rank_here_has_them_open(
     node: Node, tmp_path: Path, member: members.Member
 ) -> None:

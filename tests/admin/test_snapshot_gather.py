@@ -33,10 +33,10 @@ from ..groups.scenes import run, sees
 from ..groups.test_lifecycle import Stage
 from ..groups.test_lifecycle import play as play_epochs
 from ..models.test_disk_cache import layout
-from ..played import as_test
+from ..played import scenes
 
-played = as_test(play, "tmp_path", "member")
-ran = as_test(lambda story: run(story()), passes=0)
+played = scenes(play, "tmp_path", "member")
+ran = scenes(lambda story: run(story()), stages=0)
 
 
 def moment(observer: Observer) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def moment(observer: Observer) -> dict[str, Any]:
     return found
 
 
-@ran
+@ran()
 async def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
     parts = alone(tmp_path)
     found = moment(Observer(parts))
@@ -131,7 +131,7 @@ def source() -> ModelSource:
     return asyncio.run(open_model("tiny"))
 
 
-@played
+@played()
 async def test_a_cluster_before_anything_is_served(node: Node) -> None:
     node.meet(A)
     node.tick()
@@ -149,7 +149,7 @@ async def test_a_cluster_before_anything_is_served(node: Node) -> None:
     assert found["links"] == []
 
 
-@played
+@played()
 async def test_a_group_on_other_macs_is_shown_as_it_is_told(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     node.live(a, b)
@@ -195,7 +195,7 @@ async def test_a_group_on_other_macs_is_shown_as_it_is_told(node: Node) -> None:
     ]
 
 
-@ran
+@ran()
 async def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
     parts = alone(tmp_path)
     supervisor, observer = parts.groups.shown.supervisor, Observer(parts)

@@ -27,10 +27,10 @@ from mlxtp.wire.certificates import found, key_to_pem, new_key
 from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members
 
 from ..groups.one_node import A, B, FakeLink, Node, play
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder, member_of
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 NONCE = b"n" * 16
@@ -122,7 +122,7 @@ def test_what_no_holder_sends_or_does_not_belong_together_is_not_kept(
     assert {each["event"] for each in events()} == {"authority_refused"}
 
 
-@played
+@played()
 async def test_a_full_disk_leaves_no_part_of_the_key(
     node: Node, first: Member, member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:

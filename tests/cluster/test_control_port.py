@@ -41,7 +41,7 @@ from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
 from ..groups.one_node import CLOCK, A, B, Node, by_hand
 from ..groups.scenes import run, sees, within
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder, member_of
 
 
@@ -99,11 +99,11 @@ def play(folder: Path, story: Callable[[House], Awaitable[None]], *, founders: b
         run(scene())
 
 
-played = as_test(play, "tmp_path")
-played_by_founders = as_test(partial(play, founders=True), "tmp_path")
+played = scenes(play, "tmp_path")
+played_by_founders = scenes(partial(play, founders=True), "tmp_path")
 
 
-@played
+@played()
 async def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authority(house: House) -> None:
     """With all addresses that could be told; that at which a Mac is known to answer is its first."""
     with pytest.raises(AskElsewhere, match="the Mac that founded this cluster can"):
@@ -128,7 +128,7 @@ async def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authorit
     b.close()
 
 
-@played_by_founders
+@played_by_founders()
 async def test_a_token_of_another_holder_is_no_end_of_the_search(house: House) -> None:
     with pytest.raises(Denied, match="not known here"):
         await house.join(house.token())
@@ -145,7 +145,7 @@ async def test_a_token_of_another_holder_is_no_end_of_the_search(house: House) -
         await house.join(used)
 
 
-@played_by_founders
+@played_by_founders()
 async def test_a_newcomer_is_told_where_the_others_are(house: House) -> None:
     node = house.node
     node.meet(A)
@@ -202,7 +202,7 @@ def test_the_audit_log_tells_who_came_in_by_which_token_and_who_did_not(tmp_path
         assert hidden not in path.read_text()
 
 
-@played_by_founders
+@played_by_founders()
 async def test_what_a_removed_member_prepared_lets_no_mac_in(house: House, tmp_path: Path) -> None:
     """It asked for tokens while it was one. Whom it let in before is listed."""
     node = house.node
@@ -223,7 +223,7 @@ async def test_what_a_removed_member_prepared_lets_no_mac_in(house: House, tmp_p
     await house.join(read_token(await house.node.parts.tokens.token()))
 
 
-@played
+@played()
 async def test_a_member_that_is_removed_has_no_requests_any_more(house: House, tmp_path: Path) -> None:
     other = member_of(house.first, tmp_path)
     cluster = house.node.parts
@@ -259,7 +259,7 @@ async def test_a_member_that_is_removed_has_no_requests_any_more(house: House, t
         await link.close()
 
 
-@played
+@played()
 async def test_requests_of_a_member_that_vanished_end_at_rank_0(house: House, tmp_path: Path) -> None:
     """Its requests link may look well for hours: nothing is sent that way."""
     gateway, ranks = house.node.parts.gateway, FakeRanks()

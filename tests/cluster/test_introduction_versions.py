@@ -23,11 +23,11 @@ from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_con
 
 from ..groups.one_node import MACHINE
 from ..groups.scenes import run, sees, within
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder, member_of
 from ..wire.samples import to_body
 
-played = as_test(lambda story: run(within(story())), passes=0)
+played = scenes(lambda story: run(within(story())), stages=0)
 
 
 class Agent:
@@ -73,7 +73,7 @@ class Agent:
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [True, False], ids=["the newer removes", "the older removes"])
 @pytest.mark.parametrize("calls", [True, False], ids=["and dials", "and is dialled"])
-@played
+@played()
 async def test_removals_pass_between_versions_and_both_ends_know_why_they_have_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool, calls: bool
 ) -> None:
@@ -102,7 +102,7 @@ async def test_removals_pass_between_versions_and_both_ends_know_why_they_have_n
             await each.close()
 
 
-@played
+@played()
 async def test_a_link_clears_reasons_which_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = founder(tmp_path)
     a, b = (
@@ -123,7 +123,7 @@ async def test_a_link_clears_reasons_which_are_few(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("calls", [True, False])
-@played
+@played()
 async def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: bool
 ) -> None:
@@ -141,7 +141,7 @@ async def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the
         await b.close()
 
 
-@played
+@played()
 async def test_a_removed_member_that_is_dialled_is_told_and_believed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

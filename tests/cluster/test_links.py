@@ -39,7 +39,7 @@ from mlxtp.wire.streams import StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
 
 from ..groups.scenes import run, sees, within
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder, member_of
 
 BEAT = Beat(1, "", 0, 0, 0, True, 1)
@@ -154,10 +154,10 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
-played = as_test(play, "tmp_path")
+played = scenes(play, "tmp_path")
 
 
-@played
+@played()
 async def test_a_link_from_its_hello_to_its_goodbye(stage: Stage) -> None:
     a, b = stage.a, stage.b
     assert await a.dial(b) == b.node_id
@@ -180,7 +180,7 @@ async def test_a_link_from_its_hello_to_its_goodbye(stage: Stage) -> None:
     b.neighbours.broadcast(BEAT)  # who is gone is told nothing
 
 
-@played
+@played()
 async def test_of_two_links_both_ends_mean_the_same(stage: Stage) -> None:
     a, b = stage.a, stage.b
     await b.dial(a)
@@ -196,7 +196,7 @@ async def test_of_two_links_both_ends_mean_the_same(stage: Stage) -> None:
     await sees(lambda: a.events.messages + b.events.messages == [DESIRED, BEAT])
 
 
-@played
+@played()
 async def test_who_is_refused_hears_why_at_either_end(stage: Stage) -> None:
     a, b = stage.a, stage.b
     b.refusal = ProtocolError("mini was removed from this cluster", Code.REMOVED_NODE)
@@ -212,7 +212,7 @@ async def test_who_is_refused_hears_why_at_either_end(stage: Stage) -> None:
     assert b.events.ends[0][1] is False
 
 
-@played
+@played()
 async def test_a_link_that_is_not_wanted_after_all_ends_without_a_goodbye(stage: Stage) -> None:
     a, b = stage.a, stage.b
     b.events.welcome = False
@@ -238,7 +238,7 @@ HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
     ],
     ids=["a beat", "another hello", "a goodbye", "an error", "noise", "a large frame", "silence"],
 )
-@played
+@played()
 async def test_who_does_not_say_its_name(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
@@ -261,7 +261,7 @@ async def test_who_does_not_say_its_name(
     ],
     ids=["a second hello", "a request", "a frame too late", "a frame too large", "noise"],
 )
-@played
+@played()
 async def test_who_breaks_the_rules_later_is_cut_off(stage: Stage, wrong: bytes) -> None:
     a, b = stage.a, stage.b
     reader, writer = await a.streams(b.port)
@@ -276,7 +276,7 @@ async def test_who_breaks_the_rules_later_is_cut_off(stage: Stage, wrong: bytes)
     writer.close()
 
 
-@played
+@played()
 async def test_frames_of_another_epoch_are_not_looked_at(stage: Stage) -> None:
     link = await stage.raw()
     link.send(stage.a.hello)
@@ -287,7 +287,7 @@ async def test_frames_of_another_epoch_are_not_looked_at(stage: Stage) -> None:
     link.close()
 
 
-@played
+@played()
 async def test_a_full_hand_of_large_messages_arrives_in_order(stage: Stage) -> None:
     a, b = stage.a, stage.b
     await a.dial(b)
@@ -300,7 +300,7 @@ async def test_a_full_hand_of_large_messages_arrives_in_order(stage: Stage) -> N
     await sees(lambda: b.events.messages == sent)
 
 
-@played
+@played()
 async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours_module, "MAX_UNSENT_BYTES", 100_000)
     link = await stage.raw()
@@ -315,7 +315,7 @@ async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch:
     link._writer.transport.abort()
 
 
-@played
+@played()
 async def test_a_link_that_breaks_and_one_that_ends_with_an_error(stage: Stage) -> None:
     b = stage.b
     link = await stage.raw()
@@ -334,7 +334,7 @@ async def test_a_link_that_breaks_and_one_that_ends_with_an_error(stage: Stage) 
     link.close()
 
 
-@played
+@played()
 async def test_what_is_said_together_with_the_hello_is_heard_after_it(stage: Stage) -> None:
     a, b = stage.a, stage.b
     words = (b.hello, BEAT, DESIRED)
@@ -373,7 +373,7 @@ def test_a_member_takes_its_share_of_the_cpu_whatever_it_sends_and_however_often
     assert now - began > (MOST_S - FREE_S) / SHARE, "it is read slower first"
 
 
-@played
+@played()
 async def test_a_member_that_floods_is_read_slower_then_cut_and_kept_out_for_a_while(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,11 +63,11 @@ from mlxtp.wire.rank_stats import RankStats
 from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder
 from .deployed import only
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 def hosts(node: Node, host: str, order: Prepare) -> None:
@@ -80,7 +80,7 @@ def hosts(node: Node, host: str, order: Prepare) -> None:
 # --- orders -----------------------------------------------------------------------------------------------
 
 
-@played
+@played()
 async def test_only_the_owner_of_a_group_may_have_a_rank_of_it_started(node: Node) -> None:
     """A node that has yet to hear who owns a group takes part: its owner may be the first to tell."""
     a, b = node.meet(A), node.meet(B)
@@ -101,7 +101,7 @@ async def test_only_the_owner_of_a_group_may_have_a_rank_of_it_started(node: Nod
     assert node.parts.node.replica.epoch == 7
 
 
-@played
+@played()
 async def test_only_the_present_coordinator_assigns_groups_and_its_last_word_holds(node: Node) -> None:
     a, b, groups = node.meet(A), node.meet(B), node.parts.groups
 
@@ -123,7 +123,7 @@ async def test_only_the_present_coordinator_assigns_groups_and_its_last_word_hol
     assert hear(a, 5, 2, A) == B
 
 
-@played
+@played()
 async def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(node: Node) -> None:
     a = node.meet(A)
     node.follow(a)
@@ -146,7 +146,7 @@ async def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(node: 
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["said here", "heard"])
-@played
+@played()
 async def test_requests_outlive_a_choice_of_the_same_model_and_no_other(node: Node, heard: bool) -> None:
     cluster, a = node.parts, node.meet(A)
     ended: list[MlxtpError] = []
@@ -173,7 +173,7 @@ async def test_requests_outlive_a_choice_of_the_same_model_and_no_other(node: No
     ]
 
 
-@played
+@played()
 async def test_reports_on_ranks_that_were_not_ordered_change_nothing(node: Node) -> None:
     a = node.meet(A)
     pong = Pong("idle", 0.0, 0, 0, "", RankStats())
@@ -192,7 +192,7 @@ async def test_reports_on_ranks_that_were_not_ordered_change_nothing(node: Node)
     assert node.orders == [(A, EndEpoch(3, True))]  # the hosted rank knows whose it is
 
 
-@played
+@played()
 async def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     for host, epoch, group in ((A, 7, GROUP), (A, 6, "other#0"), (B, 5, GROUP)):
@@ -207,7 +207,7 @@ async def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch
     assert b.heard(RankTrouble) == []
 
 
-@played
+@played()
 async def test_only_rank_0_s_agent_speaks_for_a_group(node: Node, weights: ModelSource) -> None:
     a, b = node.meet(A), node.meet(B)
     node.lead(weights)
@@ -226,7 +226,7 @@ async def test_only_rank_0_s_agent_speaks_for_a_group(node: Node, weights: Model
     assert scope.assignment.ranks == (A, B)
 
 
-@played
+@played()
 async def test_reports_are_known_by_owner_and_group(node: Node) -> None:
     a, b, told = node.meet(A), node.meet(B), node.parts.node.links.reports
     one = Serving(9, "ready", "", "none", "", (A,), 0, "tiny", 1, 0, 0, (), group="tiny#0")
@@ -244,7 +244,7 @@ async def test_reports_are_known_by_owner_and_group(node: Node) -> None:
     assert told.others(Serving) == [(B, theirs)]
 
 
-@played
+@played()
 async def test_a_removed_member_is_no_longer_heard(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     node.follow(a)
@@ -271,7 +271,7 @@ def removed_by(first: Member, *entries: RosterEntry) -> Members:
     return Members((own, *gone))
 
 
-@played
+@played()
 async def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(node: Node, first: Member) -> None:
     a, me = node.meet(A), node.parts
     own = RosterEntry(me.node.node_id, "studio", me.node.identity.fingerprint, False, 50)
@@ -293,7 +293,7 @@ def crowd(first: Member, start: int, version: int) -> Members:
     return Members(tuple(map(proofs.admission, ghosts)))
 
 
-@played
+@played()
 async def test_of_more_members_than_there_can_be_the_latest_are_left_out(
     node: Node, first: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -319,7 +319,7 @@ async def test_of_more_members_than_there_can_be_the_latest_are_left_out(
     node.tick()
 
 
-@played
+@played()
 async def test_a_mac_for_which_there_is_no_room_ends_and_says_why(node: Node, first: Member) -> None:
     a, me = node.meet(A), node.parts.node
     for start in range(1, 64, MAX_ENTERED):
@@ -333,7 +333,7 @@ async def test_a_mac_for_which_there_is_no_room_ends_and_says_why(node: Node, fi
 # --- memory ---------------------------------------------------------------------------------------------
 
 
-@played
+@played()
 async def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), 0, "tiny", 1, 4096, 512, ()))
@@ -356,7 +356,7 @@ async def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothi
 # --- tokens -----------------------------------------------------------------------------------------------
 
 
-@played
+@played()
 async def test_tokens_come_from_holders_of_the_authority(node: Node, member: Member, first: Member) -> None:
     me = node.parts
     with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
@@ -395,7 +395,7 @@ async def test_tokens_come_from_holders_of_the_authority(node: Node, member: Mem
 
 
 @pytest.mark.parametrize("of", ["a shell", "another cluster", "another authority"])
-@played
+@played()
 async def test_what_is_no_token_of_this_cluster_is_not_printed(
     node: Node, member: Member, first: Member, of: str
 ) -> None:
@@ -417,7 +417,7 @@ async def test_what_is_no_token_of_this_cluster_is_not_printed(
         await asking
 
 
-@played
+@played()
 async def test_who_holds_the_authority_is_its_own_word(node: Node, tmp_path: Path, first: Member) -> None:
     own = removed_by(first)
     node.hear(node.meet(B), own)
@@ -433,7 +433,7 @@ async def test_who_holds_the_authority_is_its_own_word(node: Node, tmp_path: Pat
     assert {A, first.identity.node_id} <= node.parts.node.replica.roster.members().keys()
 
 
-@played
+@played()
 async def test_an_agent_that_ends_by_a_bug_says_it_once(node: Node) -> None:
     """`run` fails when an error is left that was not asked for."""
     node.parts.node.end(GroupError("a bug", Code.INTERNAL))
@@ -459,7 +459,7 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_too(tmp_path: Path,
 
 
 @pytest.mark.parametrize("model", ["x" * 1001, "a\nb", "\ud800", "nul\0"])
-@played
+@played()
 async def test_a_name_that_no_message_can_carry_is_refused_where_it_is_typed(node: Node, model: str) -> None:
     a = node.meet(A)
     with pytest.raises(UserError):
@@ -468,7 +468,7 @@ async def test_a_name_that_no_message_can_carry_is_refused_where_it_is_typed(nod
     assert {table.rows for table in a.heard(Deployments)} == {()}
 
 
-@played
+@played()
 async def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
     node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -497,7 +497,7 @@ def test_a_removal_that_a_full_disk_refused_is_written_at_the_end(tmp_path: Path
     assert A not in load(tmp_path)[0].beliefs.roster.members()
 
 
-@played
+@played()
 async def test_many_changes_of_one_member_reach_the_others_by_beats(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     before = len(b.heard(Deployments))
@@ -514,7 +514,7 @@ async def test_many_changes_of_one_member_reach_the_others_by_beats(node: Node) 
     assert (status_of(A).present, status_of(B).present) == (True, False), "every message is a sign of life"
 
 
-@played
+@played()
 async def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(node: Node) -> None:
     a, desired, replica = node.meet(A), node.parts.node.desired, node.parts.node.replica
     tables: list[int] = []
@@ -537,7 +537,7 @@ async def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(node
     assert replica.deployments.newest == 5
 
 
-@played
+@played()
 async def test_a_long_table_counts_once_all_of_it_has_come(node: Node) -> None:
     a, b, replica = node.meet(A), node.meet(B), node.parts.node.replica
     rows = [Deployment(f"m{number:02}", "m", version=number + 1, writer=A) for number in range(70)]
@@ -669,7 +669,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> asyncio.Semaph
     return go
 
 
-@played
+@played()
 async def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -687,7 +687,7 @@ async def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed
     assert len(b.heard(Machine)) == 1, "it did not ask"
 
 
-@played
+@played()
 async def test_members_hear_how_often_this_mac_formed_over_each_device(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,7 +700,7 @@ async def test_members_hear_how_often_this_mac_formed_over_each_device(
 
 
 @pytest.mark.parametrize("end", ["report", "link", "time"])
-@played
+@played()
 async def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
     node: Node, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:

@@ -15,9 +15,9 @@ from mlxtp.groups.health import ServingState
 
 from ..groups.one_node import GROUP, alone
 from ..groups.scenes import run
-from ..played import as_test
+from ..played import scenes
 
-ran = as_test(lambda story: run(story()), passes=0)
+ran = scenes(lambda story: run(story()), stages=0)
 
 
 MINUTE = 60.0
@@ -33,7 +33,7 @@ def rounds_of(parts: AgentParts, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("state", [ServingState.READY, ServingState.IDLE])
-@ran
+@ran()
 async def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state: ServingState) -> None:
     parts = alone(tmp_path)
     ready = state is ServingState.READY
@@ -52,7 +52,7 @@ async def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path,
         await parts.close()
 
 
-@ran
+@ran()
 async def test_an_agent_alone_makes_rounds_while_a_group_is_formed(tmp_path: Path) -> None:
     parts = alone(tmp_path)
     status = parts.groups.known(GROUP).supervisor.status

@@ -6,12 +6,12 @@ from mlxtp.cluster.peer_reports import RoundTripTimes
 from mlxtp.wire.cluster_messages import Echo, RoundTrip
 
 from ..groups.one_node import A, B, Node, play
-from ..played import as_test
+from ..played import scenes
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
-@played
+@played()
 async def test_the_best_trip_of_the_last_counts_and_is_told(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     echoes: RoundTripTimes = node.parts.round_trips
@@ -30,7 +30,7 @@ async def test_the_best_trip_of_the_last_counts_and_is_told(node: Node) -> None:
     assert echoes.between(node.parts.node.node_id, A) == 2000
 
 
-@played
+@played()
 async def test_a_question_is_answered_at_once_and_no_other_answer_counts(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     here, echoes = node.parts.node.node_id, node.parts.round_trips

@@ -24,9 +24,9 @@ from mlxtp.wire.codecs import NUMBERED, NodeRow, holding, integer, text
 from mlxtp.wire.frames import encode
 
 from ..groups.one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
-from ..played import as_test
+from ..played import scenes
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 class Mood(NodeRow, number=0x7E):
@@ -56,7 +56,7 @@ def told(link: FakeLink) -> list[tuple[Mood, bool]]:
     return [(each.row, each.over) for each in reports if isinstance(each.row, Mood)]
 
 
-@played
+@played()
 async def test_a_row_is_sent_when_it_changes_and_to_who_comes(node: Node) -> None:
     a = node.meet(A)
     table(node).publish(Mood, Mood("cat"), Mood("dog"))
@@ -69,7 +69,7 @@ async def test_a_row_is_sent_when_it_changes_and_to_who_comes(node: Node) -> Non
     assert isinstance(b.sent[-1], Beat), "who has it has all rows"
 
 
-@played
+@played()
 async def test_rows_are_of_the_node_whose_link_they_came_over(node: Node) -> None:
     heard: list[tuple[str, Mood]] = []
     table(node).on(lambda node_id, mood: heard.append((node_id, mood)), Mood)
@@ -85,7 +85,7 @@ async def test_rows_are_of_the_node_whose_link_they_came_over(node: Node) -> Non
     assert len(heard) == 3
 
 
-@played
+@played()
 async def test_rows_go_with_the_last_link_and_some_with_the_membership(node: Node) -> None:
     links = [node.meet(A), node.meet(A)]
     node.hear(links[0], Mood("cat"), MACHINE)
@@ -98,7 +98,7 @@ async def test_rows_go_with_the_last_link_and_some_with_the_membership(node: Nod
     assert A not in table(node).of(Machine)
 
 
-@played
+@played()
 async def test_no_row_of_an_earlier_start_counts(node: Node) -> None:
     before = node.meet(A, "before")
     node.hear(before, Mood("cat"), Mood("dog"), MACHINE)
@@ -109,7 +109,7 @@ async def test_no_row_of_an_earlier_start_counts(node: Node) -> None:
     assert table(node).others(Mood) == [(A, Mood("dog", 2))], "its numbers begin again"
 
 
-@played
+@played()
 async def test_a_row_that_a_part_refuses_costs_its_link_and_does_not_count(node: Node) -> None:
     links = [node.meet(A), node.meet(A)]
     node.hear(links[0], ModelStatus("tiny", "5" * 64, "", shape=b"made up"))
@@ -117,7 +117,7 @@ async def test_a_row_that_a_part_refuses_costs_its_link_and_does_not_count(node:
     assert A not in table(node).of(ModelStatus, "tiny")
 
 
-@played
+@played()
 async def test_what_a_link_lost_comes_over_the_one_that_is_left(node: Node) -> None:
     first, second = node.meet(A), node.meet(A)
     table(node).publish(Mood, Mood("cat"))
@@ -128,7 +128,7 @@ async def test_what_a_link_lost_comes_over_the_one_that_is_left(node: Node) -> N
     assert told(left) == [(Mood("cat"), False)]
 
 
-@played
+@played()
 async def test_a_row_that_was_over_on_a_link_that_is_lost_goes_with_the_next_rows(node: Node) -> None:
     """Of two links, whichever is faster."""
     one, other = node.meet(A), node.meet(A)
@@ -145,7 +145,7 @@ async def test_a_row_that_was_over_on_a_link_that_is_lost_goes_with_the_next_row
     assert table(node).by(A, Mood) == [Mood("cat", 2)]
 
 
-@played
+@played()
 async def test_of_two_links_the_later_report_holds(node: Node) -> None:
     slow, fast = cast(Any, node.meet(A)), cast(Any, node.meet(A))
     links = node.parts.node.links
@@ -154,7 +154,7 @@ async def test_of_two_links_the_later_report_holds(node: Node) -> None:
         assert table(node).others(Mood) == [(A, Mood("cat", 5 if degree == 2 else degree))]
 
 
-@played
+@played()
 async def test_rows_of_a_kind_are_bounded_and_the_newest_stay(node: Node) -> None:
     a = node.meet(A)
     node.hear(a, *(Mood(f"m{n}") for n in range(3)), Mood("m0", 1), *(Mood(f"m{n}") for n in (3, 4)))
@@ -164,7 +164,7 @@ async def test_rows_of_a_kind_are_bounded_and_the_newest_stay(node: Node) -> Non
 
 
 @pytest.mark.parametrize("row", [MACHINE, ModelStatus("tiny", "5" * 64, "")], ids=["machine", "model"])
-@played
+@played()
 async def test_who_decides_by_a_row_does_so_at_once(node: Node, row: NodeRow) -> None:
     a, wake = node.meet(A), node.parts.node.rounds._wake
     wake.clear()
@@ -172,7 +172,7 @@ async def test_who_decides_by_a_row_does_so_at_once(node: Node, row: NodeRow) ->
     assert wake.is_set()
 
 
-@played
+@played()
 async def test_a_model_is_on_the_disk_of_who_reports_it(node: Node) -> None:
     a, stored = node.meet(A), node.parts.transfers.stored
     node.meet(B)
@@ -182,7 +182,7 @@ async def test_a_model_is_on_the_disk_of_who_reports_it(node: Node) -> None:
     assert not stored.has(A, "o/m")
 
 
-@played
+@played()
 async def test_the_coordinator_alone_names_who_lends_a_model(node: Node) -> None:
     a, b, leadership = node.meet(A), node.meet(B), node.parts.node.leadership
     node.follow(a)
@@ -210,7 +210,7 @@ class Ready(dict[str, Any]):
         return GroupLoad(queued=9)
 
 
-@played
+@played()
 async def test_work_is_reported_where_gateways_have_a_choice(node: Node) -> None:
     a, several = node.meet(A), [0, 1]
     ready = Ready({"tiny#0": SimpleNamespace(here=True), "tiny#1": SimpleNamespace(here=False)})

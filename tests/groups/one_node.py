@@ -42,8 +42,9 @@ from mlxtp.wire.codecs import Message, NodeRow
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
 
+from ..played import scenes
 from ..wire.members import Member, founder
-from .scenes import run, scenes, within
+from .scenes import run, within
 
 MACHINE = Machine(
     "linux", "", "", "", "a chip", 8, 0, 64 << 30, 32 << 30, 0, 0, "ac", "unsupported", False,

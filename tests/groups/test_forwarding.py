@@ -29,8 +29,9 @@ from mlxtp.wire.streams import TlsAcceptor
 from mlxtp.wire.tls import Peer, member_context_server
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
+from ..played import scenes
 from ..wire.members import founder, member_of
-from .scenes import made, run, scenes, sees, within
+from .scenes import made, run, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 READY = Serving(

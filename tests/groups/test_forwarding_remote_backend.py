@@ -36,7 +36,8 @@ from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import StreamLink
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
-from .scenes import run, scenes, sees, within
+from ..played import scenes
+from .scenes import run, sees, within
 
 MAX_OPEN = 4
 

@@ -24,13 +24,14 @@ from mlxtp.wire.messages import Error, Generate
 from ..gateway import test_gateway
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..live_cluster import START_S
+from ..played import scenes
 from ..stories.test_requests_go_on import COUNT, Client
 from ..wire.members import Member
 from . import one_node
 from . import test_lifecycle as test_supervisor
 from .fake_rank import ENDLESS
 from .one_node import A, B, FakeLink, Node, at_leader, at_node
-from .scenes import in_a_loop, scenes, sees
+from .scenes import in_a_loop, sees
 from .two_agents import two_agents
 
 pytestmark = pytest.mark.slow

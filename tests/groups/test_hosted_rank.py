@@ -36,8 +36,9 @@ from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from ..played import scenes
 from .fake_rank import Orders
-from .scenes import run, scenes, sees, within
+from .scenes import run, sees, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 

@@ -36,8 +36,9 @@ from mlxtp.wire.rank_stats import RankStats
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from ..played import scenes
 from .fake_rank import CONTEXT, ENDLESS, Orders
-from .scenes import in_a_loop, made, run, scenes, sees, within
+from .scenes import in_a_loop, made, run, sees, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 

@@ -43,8 +43,9 @@ from mlxtp.wire.messages import CountedShare, Gathered, Generate, Pong, SideChan
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from ..played import scenes
 from .fake_rank import Orders
-from .scenes import run, scenes, sees, within
+from .scenes import run, sees, within
 
 pytestmark = pytest.mark.slow
 

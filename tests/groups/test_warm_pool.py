@@ -30,8 +30,9 @@ from mlxtp.wire.messages import Bootstrap, Ping, Pong
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
+from ..played import scenes
 from .fake_rank import SPARE, Orders
-from .scenes import run, scenes, sees, within
+from .scenes import run, sees, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 

@@ -46,7 +46,6 @@ from mlxtp.wire.tls import (
     member_context_server,
 )
 
-from ..played import as_test
 from ..wire.members import Member, founder, member_of
 
 TIMEOUT_S = 5.0
@@ -141,13 +140,9 @@ async def join(port: int, identity: Identity, token: str | JoinToken) -> Granted
     return await ask_to_join("127.0.0.1", port, joiner(identity, token), TIMEOUT_S)
 
 
-played = as_test(lambda story: asyncio.run(story()), passes=0)
-
-
 # --- two Macs ---------------------------------------------------------------------------------------
 
 
-@played
 async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         store, identity = macs.new()
@@ -163,7 +158,6 @@ async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
         writer.close()
 
 
-@played
 async def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         token = house.token()
@@ -175,7 +169,6 @@ async def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
         assert await house.outcomes.get() is None
 
 
-@played
 async def test_an_expired_token(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         token = house.token()
@@ -184,7 +177,6 @@ async def test_an_expired_token(macs: Macs) -> None:
             await join(house.port, macs.new()[1], token)
 
 
-@played
 async def test_five_failures_kill_a_token(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         token = read_token(house.token())
@@ -202,7 +194,6 @@ async def test_five_failures_kill_a_token(macs: Macs) -> None:
             await join(house.port, macs.new()[1], token)
 
 
-@played
 async def test_a_token_from_before_the_agent_was_restarted(macs: Macs) -> None:
     token = House(macs.first).token()
     async with listening(House(macs.first)) as house:
@@ -210,7 +201,6 @@ async def test_a_token_from_before_the_agent_was_restarted(macs: Macs) -> None:
             await join(house.port, macs.new()[1], token)
 
 
-@played
 async def test_a_member_that_is_not_the_first_sends_the_joiner_there(macs: Macs) -> None:
     second = member_of(macs.first, macs.folder)
     async with listening(House(macs.first)) as first:
@@ -294,7 +284,6 @@ def test_a_joiner_says_nothing_to_who_passes_on_the_offer_of_its_cluster(macs: M
     hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
 
 
-@played
 async def test_a_joiner_says_nothing_before_it_is_offered_something(macs: Macs) -> None:
     context = member_context_server(macs.first.credentials)
     error = "may not send Ping in state new"
@@ -304,7 +293,6 @@ async def test_a_joiner_says_nothing_before_it_is_offered_something(macs: Macs) 
         assert await heard == b""
 
 
-@played
 async def test_a_joiner_does_speak_to_a_member_of_its_cluster(macs: Macs) -> None:
     """So that the silence above means something."""
     context = member_context_server(macs.first.credentials)
@@ -318,7 +306,6 @@ async def test_a_joiner_does_speak_to_a_member_of_its_cluster(macs: Macs) -> Non
         assert len(await heard) > 300
 
 
-@played
 async def test_a_joiner_that_does_not_ask(macs: Macs) -> None:
     async with listening(House(macs.first, deadline_s=0.1)) as house:
         reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
@@ -329,7 +316,6 @@ async def test_a_joiner_that_does_not_ask(macs: Macs) -> None:
         writer.close()
 
 
-@played
 async def test_a_joiner_that_breaks_the_rules(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         for said, code in (
@@ -346,7 +332,6 @@ async def test_a_joiner_that_breaks_the_rules(macs: Macs) -> None:
             writer.close()
 
 
-@played
 async def test_a_joiner_that_asks_who_told_it_to_go_elsewhere(macs: Macs) -> None:
     second = member_of(macs.first, macs.folder)
     offer = redirect(second.membership.authority, secrets.token_bytes(32), "studio", ())

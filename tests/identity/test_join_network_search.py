@@ -26,7 +26,7 @@ from mlxtp.wire.certificates import Authority, authority_hash, new_key
 from ..cluster.test_control_port import House
 from ..groups.one_node import by_hand
 from ..groups.scenes import run, sees, within
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import founder, member_of
 
 
@@ -94,10 +94,10 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street]
         run(scene())
 
 
-played = as_test(play, "tmp_path", "monkeypatch")
+played = scenes(play, "tmp_path", "monkeypatch")
 
 
-@played
+@played()
 async def test_a_false_announcement_keeps_no_mac_out(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is all that is heard at first."""
     doorman = street.other.door._acceptor
@@ -121,7 +121,7 @@ async def test_a_false_announcement_keeps_no_mac_out(street: Street, monkeypatch
     await sees(lambda: node_id in street.house.node.parts.node.replica.roster.members())
 
 
-@played
+@played()
 async def test_a_mac_that_never_replies_delays_no_one(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ async def test_a_mac_that_never_replies_delays_no_one(
         assert (await street.enter(await street.house.node.parts.tokens.token())).joined
 
 
-@played
+@played()
 async def test_a_token_is_brought_to_the_holder_that_made_it(street: Street) -> None:
     """Only the first Mac announces itself. Another one holds the authority, too, and made the token."""
     first, second = street.house.node.parts.node, street.member.node.parts.node
@@ -156,7 +156,7 @@ async def test_a_token_is_brought_to_the_holder_that_made_it(street: Street) -> 
     await sees(lambda: entered.identity.node_id in second.replica.roster.members())
 
 
-@played
+@played()
 async def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +179,7 @@ async def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_di
     assert (await entering_).joined
 
 
-@played
+@played()
 async def test_the_no_of_the_right_mac_is_the_end(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     token = await street.house.node.parts.tokens.token()
@@ -189,7 +189,7 @@ async def test_the_no_of_the_right_mac_is_the_end(street: Street, monkeypatch: p
         await street.enter(token)
 
 
-@played
+@played()
 async def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ async def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     assert (await street.enter(await street.house.node.parts.tokens.token(), street.other.port)).joined
 
 
-@played
+@played()
 async def test_a_member_stays_one_with_a_token_of_its_cluster_alone(street: Street) -> None:
     own, other = [await each.node.parts.tokens.token() for each in (street.house, street.other)]
     member = street.member.member
@@ -215,7 +215,7 @@ async def test_a_member_stays_one_with_a_token_of_its_cluster_alone(street: Stre
 
 
 @pytest.mark.slow
-@played
+@played()
 async def test_when_no_mac_is_found_what_was_is_said(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_network, "FIND_S", 1.0)
     token = await street.house.node.parts.tokens.token()

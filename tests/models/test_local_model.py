@@ -20,7 +20,7 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
 from ..groups.scenes import run, sees, within
-from ..played import as_test
+from ..played import scenes
 
 PACKED = b"facts of a model"
 
@@ -121,7 +121,7 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
     run(scene())
 
 
-played = as_test(play, "tmp_path")
+played = scenes(play, "tmp_path")
 
 
 def print_of(name: str) -> str:
@@ -133,7 +133,7 @@ def found(name: str, fingerprint: str = "", revision: str = "", weight_mib: int 
     return ModelStatus(name, fingerprint or print_of(name), "", revision, weight_mib, PACKED)
 
 
-@played
+@played()
 async def test_a_model_is_there_for_a_rank_before_people_have_it(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "model.safetensors").write_bytes(bytes((1 << 20) + 1))
@@ -151,7 +151,7 @@ async def test_a_model_is_there_for_a_rank_before_people_have_it(stage: Stage, t
         stage.models.folder("two")
 
 
-@played
+@played()
 async def test_a_model_that_cannot_be_described_is_none_for_ranks(stage: Stage) -> None:
     stage.undescribed["one"] = "config.json lacks hidden_size"
     stage.want("one", 3)
@@ -182,7 +182,7 @@ def test_weights_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest
     assert caplog.messages == ["one: not in its index, and so not read: model.safetensors"]
 
 
-@played
+@played()
 async def test_a_newer_choice_of_the_same_model_finds_it_there(stage: Stage, tmp_path: Path) -> None:
     stage.want("one", 3)
     await stage.has("one")
@@ -196,7 +196,7 @@ async def test_a_newer_choice_of_the_same_model_finds_it_there(stage: Stage, tmp
         stage.models.folder("one")
 
 
-@played
+@played()
 async def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(stage: Stage) -> None:
     stage.gates = {name: asyncio.Event() for name in ("one", "two")}
     stage.want("one", 1)
@@ -216,7 +216,7 @@ async def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(stage:
     assert stage.changes == [], "the others would take it for the result of a later search"
 
 
-@played
+@played()
 async def test_two_models_are_wanted_at_once_and_each_is_reported_by_name(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -250,7 +250,7 @@ async def test_two_models_are_wanted_at_once_and_each_is_reported_by_name(
     await sees(lambda: stage.closed == ["org/large"])
 
 
-@played
+@played()
 async def test_a_shape_that_a_member_made_up_costs_its_link(stage: Stage) -> None:
     with pytest.raises(ProtocolError, match="the shape of two") as refused:
         stage.models._check("a", ModelStatus("two", print_of("two"), "", shape=b"made up"))
@@ -265,7 +265,7 @@ async def test_a_shape_that_a_member_made_up_costs_its_link(stage: Stage) -> Non
         (ValueError("embedded null byte"), "one: ValueError: embedded null byte"),
     ],
 )
-@played
+@played()
 async def test_why_it_is_not_there_is_told_until_it_comes(
     stage: Stage, error: Exception, problem: str
 ) -> None:
@@ -297,7 +297,7 @@ def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) ->
         assert in_folders(name, folders) == name
 
 
-@played
+@played()
 async def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(stage: Stage) -> None:
     commit = "a" * 40
     got: list[str] = []
@@ -313,7 +313,7 @@ async def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(stage
     assert stage.model.status == found("org/one", print_of(commit), commit)
 
 
-@played
+@played()
 async def test_no_member_looks_again_for_what_is_there_or_on_the_hub(stage: Stage) -> None:
     stage.want("one", 1)
     await stage.has("one")
@@ -326,7 +326,7 @@ async def test_no_member_looks_again_for_what_is_there_or_on_the_hub(stage: Stag
     assert stage.model._search is before
 
 
-@played
+@played()
 async def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(stage: Stage) -> None:
     stage.errors["org/two"] = ModelError("the Hub knows no such model")
     stage.want("org/two", 2)
@@ -337,7 +337,7 @@ async def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(
     await stage.has("org/two")
 
 
-@played
+@played()
 async def test_files_that_came_or_were_repaired_are_looked_at_again(stage: Stage) -> None:
     stage.errors["org/two"] = ModelError("the Hub knows no such model")
     stage.want("org/two", 2)
@@ -357,7 +357,7 @@ async def test_files_that_came_or_were_repaired_are_looked_at_again(stage: Stage
     await sees(lambda: stage.changes[-1] == found("org/two", "6" * 64))
 
 
-@played
+@played()
 async def test_a_model_is_downloaded_for_a_user_and_not_for_a_request(stage: Stage) -> None:
     stage.want("o/requested", 1, pinned=False)
     await stage.has("o/requested")

@@ -28,10 +28,10 @@ from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, Report, StoredMode
 from ..groups.one_node import CLOCK, A, B, FakeLink, Node, play
 from ..groups.scenes import sees
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
-from ..played import as_test
+from ..played import scenes
 from ..wire.members import Member, founder, member_of
 
-played = as_test(play, "tmp_path", "member")
+played = scenes(play, "tmp_path", "member")
 
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def row(getting: TransferCoordinator, name: str, node_id: str) -> dict[str, Any]
     return next((each for each in getting.progress(name) if each["node_id"] == node_id), {})
 
 
-@played
+@played()
 async def test_slow_downloads_wait_for_their_turn_and_nothing_waits_for_them(node: Node, hub: Hub) -> None:
     names = [f"some-body/slow-{i}" for i in range(AT_ONCE + 2)]
     hub.models = {name: Model(embedded(), pace=4e4) for name in names}
@@ -76,7 +76,7 @@ async def test_slow_downloads_wait_for_their_turn_and_nothing_waits_for_them(nod
 
 
 @pytest.mark.usefixtures("hub")
-@played
+@played()
 async def test_one_member_cannot_have_all_looked_for(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     getting, a = leads(node), node.meet(A)
     for i in range(2 * MAX_JOBS):
@@ -96,14 +96,14 @@ async def test_one_member_cannot_have_all_looked_for(node: Node, caplog: pytest.
     assert len([line for line in caplog.messages if "request by" in line]) == 1
 
 
-@played
+@played()
 async def test_too_much_is_refused_in_words(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_transfer, "MAX_JOBS", 0)
     with pytest.raises(ModelError, match="0 models are under way here; request o/m when some are done"):
         await node.parts.transfers.get("o/m")
 
 
-@played
+@played()
 async def test_a_model_on_its_way_is_not_forgotten_for_another_one(
     node: Node, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ def answers(port: int) -> bool:
     return False
 
 
-@played
+@played()
 async def test_a_member_that_has_it_lends_it_until_the_others_have_it(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
@@ -231,7 +231,7 @@ async def test_a_member_that_has_it_lends_it_until_the_others_have_it(node: Node
     assert not getting.is_getting(NAME)
 
 
-@played
+@played()
 async def test_who_has_a_model_that_another_member_wants_says_so(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     Fetch(Repo(NAME), "main").from_hub()
@@ -255,7 +255,7 @@ def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path
     play(tmp_path, there.second, story)
 
 
-@played
+@played()
 async def test_what_was_complete_counts_only_when_it_was_looked_at_again(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     getting, me = leads(node), node.parts.node.node_id
@@ -268,7 +268,7 @@ async def test_what_was_complete_counts_only_when_it_was_looked_at_again(node: N
     await sees(lambda: row(getting, name, me)["complete"])
 
 
-@played
+@played()
 async def test_what_is_wanted_again_before_its_download_has_stopped_comes(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded(), stalls="/resolve/")}
     getting = leads(node)
@@ -287,7 +287,7 @@ async def test_what_is_wanted_again_before_its_download_has_stopped_comes(node: 
     assert await asyncio.wait_for(second, 30) == await third
 
 
-@played
+@played()
 async def test_a_branch_is_the_commit_that_was_asked_for_last(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded(), commits={"main": COMMIT, "v1": COMMIT})}
     repo = Repo(NAME)
@@ -305,7 +305,7 @@ async def test_a_branch_is_the_commit_that_was_asked_for_last(node: Node, hub: H
     assert repo.refs.commits() == {"main": COMMIT, "v1": COMMIT}, "a commit moves nothing"
 
 
-@played
+@played()
 async def test_a_model_that_another_program_put_there_is_here(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     folder = Repo(NAME).folder / "snapshots" / COMMIT
@@ -321,7 +321,7 @@ async def test_a_model_that_another_program_put_there_is_here(node: Node, hub: H
 
 
 @pytest.mark.parametrize("where", ["refer", "snapshot"])
-@played
+@played()
 async def test_each_end_is_told_to_waiting_clients(
     node: Node, hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -336,7 +336,7 @@ async def test_each_end_is_told_to_waiting_clients(
     await sees(lambda: "Read-only file system" in row(getting, name, me).get("problem", ""))
 
 
-@played
+@played()
 async def test_earlier_reports_no_longer_count_when_it_is_pulled_again(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
@@ -365,7 +365,7 @@ def test_the_end_does_not_wait_for_a_hub_that_is_silent(
     assert time.monotonic() - began < 7
 
 
-@played
+@played()
 async def test_what_a_command_did_by_itself_is_told_at_once(node: Node, hub: Hub) -> None:
     hub.models = {NAME: Model(embedded())}
     getting, a = leads(node), node.meet(A)

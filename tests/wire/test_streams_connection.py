@@ -15,7 +15,7 @@ from mlxtp.wire.messages import Cancel, Delta, Finished, Forward, Generate, Sess
 from mlxtp.wire.session import LinkKind, LinkState, Received
 from mlxtp.wire.streams import StreamLink
 
-from ..played import as_test
+from ..played import scenes
 from .walk import EPOCH, pair_in
 
 TIMEOUT_S = 5.0
@@ -43,10 +43,10 @@ def play(story: Story, kind: LinkKind = LinkKind.PIPE_LEADER, state: LinkState =
     asyncio.run(run())
 
 
-played = as_test(play, passes=3)
+played = scenes(play, stages=3)
 
 
-@played
+@played()
 async def test_a_request_and_its_tokens(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     seq = agent.send(Generate(2, (5, 6), 10))
     await agent.drain()
@@ -59,7 +59,7 @@ async def test_a_request_and_its_tokens(agent: StreamLink, rank: BlockingLink, s
     assert [type(r.message) for r in received] == [Delta, Finished]
 
 
-@played
+@played()
 async def test_a_large_prompt(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     prompt = Generate(2, tuple(range(500_000)), 10)
     reading = asyncio.create_task(asyncio.to_thread(rank.receive))
@@ -78,7 +78,7 @@ def test_the_end_in_order() -> None:
     play(story, LinkKind.PIPE, LinkState.ENDED)
 
 
-@played
+@played()
 async def test_a_rank_that_is_gone(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     rank.close()
     with pytest.raises(LinkError, match="rank 0 is gone, in state loaded") as caught:
@@ -86,7 +86,7 @@ async def test_a_rank_that_is_gone(agent: StreamLink, rank: BlockingLink, sock: 
     assert caught.value.code is Code.LINK_LOST
 
 
-@played
+@played()
 async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
     agent: StreamLink, rank: BlockingLink, sock: socket.socket
 ) -> None:
@@ -100,7 +100,7 @@ async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
         agent.send(Cancel(1))
 
 
-@played
+@played()
 async def test_half_a_frame_and_the_end(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
     rank.close()
@@ -108,7 +108,7 @@ async def test_half_a_frame_and_the_end(agent: StreamLink, rank: BlockingLink, s
         await agent.receive()
 
 
-@played
+@played()
 async def test_a_rank_that_breaks_a_rule(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     sock.sendall(encode(Forward((1,), (2,)), EPOCH, rank.protocol.seq + 1))
     with pytest.raises(RemoteProtocolError, match="rank 0 may not send Forward"):
@@ -117,7 +117,7 @@ async def test_a_rank_that_breaks_a_rule(agent: StreamLink, rank: BlockingLink, 
         agent.send(Cancel(1))
 
 
-@played
+@played()
 async def test_close_wakes_the_reader(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     reading = asyncio.create_task(agent.receive())
     await asyncio.sleep(0)
@@ -127,7 +127,7 @@ async def test_close_wakes_the_reader(agent: StreamLink, rank: BlockingLink, soc
         agent.send(Cancel(1))
 
 
-@played
+@played()
 async def test_what_was_sent_before_close_still_arrives(
     agent: StreamLink, rank: BlockingLink, sock: socket.socket
 ) -> None:
@@ -137,7 +137,7 @@ async def test_what_was_sent_before_close_still_arrives(
     assert [r.message for r in rank.receive()] == [Cancel(1)]
 
 
-@played
+@played()
 async def test_a_cancelled_read_loses_nothing(
     agent: StreamLink, rank: BlockingLink, sock: socket.socket
 ) -> None:

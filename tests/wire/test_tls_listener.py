@@ -40,7 +40,6 @@ from mlxtp.wire.tls import (
     member_context_server,
 )
 
-from ..played import as_test
 from .members import Member, founder, member_of
 from .test_tls import careless
 from .walk import pair_in
@@ -122,9 +121,6 @@ async def house(
         assert ended, "the doorman does not go"
 
 
-played = as_test(lambda story: asyncio.run(story()), passes=0)
-
-
 async def gone(reader: asyncio.StreamReader) -> bool:
     """Return whether the other end hangs up without a message."""
     try:
@@ -139,7 +135,6 @@ Members = tuple[Member, Member]
 
 
 @pytest.mark.parametrize("alpn", [ALPN_CONTROL, ALPN_REQUESTS])
-@played
 async def test_a_member_is_heard(members: Members, alpn: str) -> None:
     async with house(members) as here:
         reader, writer = await here.member(alpn)
@@ -152,7 +147,6 @@ async def test_a_member_is_heard(members: Members, alpn: str) -> None:
         writer.close()
 
 
-@played
 async def test_a_joiner_is_heard_on_the_join_protocol_only(members: Members) -> None:
     async with house(members) as here:
         reader, writer = await here.knock(join_context(), ALPN_JOIN)
@@ -168,7 +162,6 @@ async def test_a_joiner_is_heard_on_the_join_protocol_only(members: Members) -> 
         assert len(here.peers) == 1
 
 
-@played
 async def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Path) -> None:
     stranger = founder(tmp_path)
     context = careless()
@@ -183,7 +176,6 @@ async def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_pa
         await here.strangers(0)
 
 
-@played
 async def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
     """The last word of a peer whose cable is out is not waited for."""
     first, second = members
@@ -215,7 +207,6 @@ def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
     return context.wrap_socket(plain, server_side=True)
 
 
-@played
 async def test_frames_between_members(members: Members) -> None:
     pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     asked = Generate(2, tuple(range(500_000)), 10)
@@ -242,7 +233,6 @@ async def test_frames_between_members(members: Members) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01"])
-@played
 async def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: bytes) -> None:
     async with house(members, handshake_s=0.2) as here:
         start = time.monotonic()
@@ -259,7 +249,6 @@ def test_the_limits() -> None:
     assert (HANDSHAKE_S, MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE) == (3.0, 32, 2)
 
 
-@played
 async def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
     async with house(members) as here:
         inside = await here.member()
@@ -281,7 +270,6 @@ async def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
         await here.strangers(0)
 
 
-@played
 async def test_one_address_may_have_two(members: Members) -> None:
     async with house(members, exempt_loopback=False) as here:
         waiting = [await here.plain() for _ in range(2)]
@@ -302,7 +290,6 @@ async def test_one_address_may_have_two(members: Members) -> None:
         assert await inside[0].readexactly(5) == b"hello"
 
 
-@played
 async def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(members: Members) -> None:
     answered = asyncio.Event()
 
@@ -325,7 +312,6 @@ async def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(
         await here.knock(join_context(), ALPN_JOIN)
 
 
-@played
 async def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
     second = members[1].identity
     async with house(members, strangers=2, belongs=lambda who: who.node_id != second.node_id) as here:
@@ -343,7 +329,6 @@ async def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
-@played
 async def test_an_accept_that_fails_is_tried_again(
     members: Members, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -363,14 +348,12 @@ async def test_an_accept_that_fails_is_tried_again(
         writer.close()
 
 
-@played
 async def test_a_socket_that_does_not_listen_is_the_end(members: Members) -> None:
     doorman = TlsAcceptor(socket.socket(), member_context_server(members[0].credentials), echo)
     with pytest.raises(OSError, match="Invalid argument"):
         await asyncio.wait_for(doorman.run(), TIMEOUT_S)
 
 
-@played
 async def test_a_flood_leaves_the_loop_to_others(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, accepted = asyncio.get_running_loop(), 0
 
@@ -389,7 +372,6 @@ async def test_a_flood_leaves_the_loop_to_others(members: Members, monkeypatch: 
         await here.turned_away("too many", 1000)
 
 
-@played
 async def test_when_the_doorman_goes_everything_is_closed(members: Members) -> None:
     async with house(members) as here:
         inside, stranger = await here.member(), await here.plain()
@@ -436,7 +418,6 @@ def test_no_agent_replies(members: Members) -> None:
 
 
 @pytest.mark.parametrize("alpn", [ALPN_DECODE, ALPN_CONTROL])
-@played
 async def test_another_cluster_answers_or_speaks_otherwise(
     members: Members, tmp_path: Path, alpn: str
 ) -> None:

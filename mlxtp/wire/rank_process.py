@@ -19,7 +19,7 @@ MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair on macOS holds 81
 _LENGTH = struct.Struct(">I")
 #: Variables that a rank may need: of the system, Python, MLX, the Hub's cache, and mlxtp itself.
 _NEEDED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_\w+|__CF_USER_TEXT_ENCODING|Malloc\w+|VIRTUAL_ENV|"
+    r"PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_\w+|__CF_USER_TEXT_ENCODING|Malloc\w+|MALLOC_\w+|VIRTUAL_ENV|"
     r"XDG_CACHE_HOME|(DY)?LD_\w+|\w+_NUM_THREADS|RUST_\w+|"
     r"(PYTHON|MLX_|MLXTP_|JACCL_|METAL_|MTL_|CUDA_|HF_HOME|HF_HUB_|TRANSFORMERS_|TOKENIZERS_|COVERAGE_)\w*"
 )

@@ -44,6 +44,8 @@ EVERY_S = 5.0
 STILL_S = 90 * SLOWNESS  #: The longest time in which nothing may change on the way to being ready.
 LOOKS_S = 2.0
 LONGEST_S = 8 * STILL_S  #: The longest way.
+#: Has glibc give large blocks back as they are freed: resident memory is then what a process holds.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True)
@@ -549,6 +551,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SHAPES, help="one shape of the cluster")
     parser.add_argument("--json", type=Path, help="a file for all of it")
     args = parser.parse_args()
+    os.environ.update(ALLOCATOR)
     console, soaks = Console(), list[Soak]()
     for name in [args.only] if args.only else list(SHAPES):
         soaks.append(soaked(name, args.minutes / (1 if args.only else len(SHAPES)), args.seed, console))

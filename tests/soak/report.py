@@ -14,9 +14,9 @@ from mlxtp.errors import Code
 from ..chaos.findings import percentile
 from .load import CUT, ENDED, NO_CLAIM, RIGHT, WRONG
 
-_WARM_UP = 200
+_WARM_UP = 400
 """Right answers to all clients before a process's samples count: caches fill, and code is run for the first
-time. A busy machine takes long for so many."""
+time; a rank levels off after about 300, besides MLX's memory. A busy machine takes long for so many."""
 _GROWTH = 0.05
 _GROWTH_MB = 4.0
 """A process that keeps nothing of what is over may grow by these together in a whole run."""

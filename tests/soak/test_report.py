@@ -64,9 +64,9 @@ def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
             lambda s: setattr(
                 s.processes[0],
                 "samples",
-                [replace(IDLE, at=n, memory_mb=100 + n / 8, answers=10 * n) for n in range(100)],
+                [replace(IDLE, at=n, memory_mb=100 + n / 4, answers=10 * n) for n in range(100)],
             ),
-            "grew by 10.0 MB",
+            "grew by 15.0 MB",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_the_longest_arguments_go_at_once(pair: Pair) -> None:
         ("MLXTP_HOME", True),
         ("MLX_METAL_FAST_SYNCH", True),
         ("TOKENIZERS_PARALLELISM", True),
-        ("DYLD_LIBRARY_PATH", True),
+        *((name, True) for name in ("DYLD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "MallocStackLogging")),
         *((name, True) for name in ("TMPDIR", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HUB_CACHE")),
         *((name, True) for name in ("JACCL_RING", "METAL_DEVICE_WRAPPER_TYPE", "OMP_NUM_THREADS")),
         *((name, False) for name in ("HTTP_PROXY", "https_proxy", "GITHUB_PAT", "SENTRY_DSN")),

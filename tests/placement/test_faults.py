@@ -45,7 +45,7 @@ def test_one_line_of_the_table_is_a_fault_everywhere(tmp_path: Path) -> None:
     assert preflight == note == "Thunderbolt 1 (en2) melts. To do: cool"
     assert plan == "a: Thunderbolt 1 (en2) melts"
     assert doctor == "Thunderbolt 2 (en3) melts"
-    assert page == "- `melting`, warning **×**: ⟨name⟩ melts. To do: cool"
+    assert page == "- `melting`, warning **×**: ⟨name⟩ melts → cool"
 
 
 def test_each_fault_has_an_id_of_its_own_a_remedy_and_a_row_that_is_there() -> None:

@@ -28,6 +28,7 @@ MANY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 EMO_ARGS ?=
 TEST_ARGS ?=
 RING ?= not chaos
+WORKERS ?= 2
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
@@ -53,13 +54,13 @@ quick: setup
 # Ranks of a group wait for each other many times a token, and their tests measure times. So two tests with
 # groups run at once, and before the others where both want a core.
 test: setup
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups RING="not chaos and not whole"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups RING="not chaos and not whole" WORKERS=3
 
 test-all: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups
 
 test-others: setup
-	nice -n 5 env $(MANY) -m pytest -n 2 --max-worker-restart 0 --dist loadfile -m "$(RING) and not group" $(TEST_ARGS) || [ $$? = 5 ]
+	nice -n 5 env $(MANY) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile -m "$(RING) and not group" $(TEST_ARGS) || [ $$? = 5 ]
 
 # Shown as a whole at its end. pytest exits with 5 where TEST_ARGS leave nothing of a part.
 test-groups: setup

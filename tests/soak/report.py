@@ -16,7 +16,7 @@ from .load import CUT, ENDED, NO_CLAIM, RIGHT, WRONG
 
 _WARM_UP = 400
 """Right answers to all clients before a process's samples count: caches fill, and code is run for the first
-time; a rank levels off after about 300, besides MLX's memory. A busy machine takes long for so many."""
+time. A busy machine takes long for so many."""
 _GROWTH = 0.05
 _GROWTH_MB = 4.0
 """A process that keeps nothing of what is over may grow by these together in a whole run."""

@@ -101,10 +101,10 @@ class RankStats:
         "stage_waiting_seconds",
         "Time that a rank of a pipeline waited for other stages while sequences ran.",
     )
-    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Drafts by proposer."))
-    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Accepted drafts."))
+    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Drafted tokens by proposer."))
+    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Accepted tokens by proposer."))
     right_at: tuple[int, ...] = _told(
-        integers(0, U32, 0, MAX_PLACES), (), Figure(says="Accepted drafts by place.")
+        integers(0, U32, 0, MAX_PLACES), (), Figure(says="Accepted tokens by place in a draft.")
     )
     decode_steps: int = _figure(says="Steps that decoded tokens.")
     decode_widths: int = _figure(says="Tokens that these steps fed their widest row.")

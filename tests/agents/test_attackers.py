@@ -393,7 +393,13 @@ def test_a_removal_on_a_full_disk_outlives_a_kill(cluster: Cluster, join: Join) 
     anna, emil = cluster.anna, join("emil")
     emil.kill()  # so that it does not hear of it
     draft = anna.home / ".state.json.new"
-    draft.mkdir()
+
+    def taken() -> bool:
+        with contextlib.suppress(FileExistsError):  # anna may be writing her state just now
+            draft.mkdir()
+        return draft.is_dir()
+
+    wait(taken, "nothing can be written", anna)
     removal = anna.command("cluster", "remove", "emil")
     assert removal.returncode == 1
     assert "Free space there" in removal.stderr

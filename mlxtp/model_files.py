@@ -153,7 +153,7 @@ def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
-        raise ValueError(f"{path.name} has more than {most >> 20} MiB, which no model needs")
+        raise ValueError(f"{path.name} has more than {most >> 20} MiB; no model needs that many")
     if found.startswith(LFS):
         raise ValueError(lfs_pointer(path))
     return found

@@ -94,7 +94,7 @@ def expanded(path: object, where: str) -> Path:
     """Expand ~ in a path. Raises ConfigError for text that cannot be a path."""
     text = str(path)
     if "\0" in text:
-        raise _wrong(where, text, "has a zero character, which no path can have")
+        raise _wrong(where, text, "has a zero character; no path can have one")
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -134,7 +134,7 @@ def revoke(
     _record("key_revoked", f"the key {name} is revoked", file, {"name": name})
     last = (
         "\nthat was the last one: programs on this Mac need no key now (unless --api-keys always), and "
-        "those on other machines are refused"
+        "programs on other machines are refused"
     )
     words = f"the key of {name} is revoked{'' if left else last}"
     print_answer({"revoked": name, "left": left}, as_json, words)

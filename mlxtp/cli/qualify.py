@@ -421,7 +421,7 @@ def group_of(bed: Bed) -> Mapping[str, Any]:
 def own_rank(bed: Bed) -> int:
     pids = bed.agent.send(Status())["processes"].get(group_of(bed).get("id"))
     if not pids:
-        raise UserError("this Mac has no rank of the embedded model; run this on one that has")
+        raise UserError("this Mac has no rank of the embedded model; run this on a Mac that has one")
     return int(pids[0])
 
 

@@ -125,7 +125,7 @@ def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
     if assignee and sender != assignee:
         return f"epoch {number} comes from {sender[:8]}, but {assignee[:8]} owns its group"
     if number <= joined:
-        return f"epoch {number} is not newer than epoch {joined}, which this node was part of"
+        return f"epoch {number} is not newer than epoch {joined}, the last one of this node"
     return None
 
 

@@ -101,7 +101,7 @@ def _system(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if machine.system != "macos":
         yield ok(f"{machine.release or machine.system}, kernel {machine.build}")
     elif not version(machine.release):
-        yield info("not known: which macOS this is")
+        yield info("the version of macOS is not known")
     elif not is_older(machine):
         yield ok(f"macOS {machine.release} ({machine.build}), {machine.model}, {machine.chip}")
 

@@ -154,7 +154,7 @@ def read_node(certificate: bytes) -> NodeIdentity:
     except _UNREADABLE:
         names = None
     if names is None or not isinstance(key, PublicKey):
-        raise _not_authentic("the certificate is not that of a node")
+        raise _not_authentic("this is no node's certificate")
     return NodeIdentity(names[2], names[1], fingerprint(key))
 
 
@@ -169,7 +169,7 @@ def cluster_of(authority: bytes) -> str:
             return names[1]
     except _UNREADABLE:
         pass
-    raise _not_authentic("the certificate is not that of a cluster's authority")
+    raise _not_authentic("this is no certificate of a cluster's authority")
 
 
 def fingerprint(key: PublicKey) -> str:

@@ -91,9 +91,9 @@ def test_one_key_for_two_clusters_does_not_join_them() -> None:
 
 
 def test_roles_do_not_mix() -> None:
-    assert "not that of a node" in refused(check_node, AUTHORITY.certificate, AUTHORITY.certificate)
-    assert "not that of a cluster's authority" in refused(check_node, CERTIFICATE, CERTIFICATE)
-    assert "not that of a cluster's authority" in refused(cluster_of, CERTIFICATE)
+    assert "no node's certificate" in refused(check_node, AUTHORITY.certificate, AUTHORITY.certificate)
+    assert "no certificate of a cluster's authority" in refused(check_node, CERTIFICATE, CERTIFICATE)
+    assert "no certificate of a cluster's authority" in refused(cluster_of, CERTIFICATE)
 
 
 def test_only_the_key_of_an_authority_certifies() -> None:
@@ -125,7 +125,7 @@ def test_no_changed_bit_says_anything_else() -> None:
 def test_an_authority_whose_signature_is_not_its_own() -> None:
     changed = bytearray(AUTHORITY.certificate)
     changed[-1] ^= 1
-    assert "not that of a cluster's authority" in refused(cluster_of, bytes(changed))
+    assert "no certificate of a cluster's authority" in refused(cluster_of, bytes(changed))
 
 
 def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:

@@ -25,7 +25,7 @@ from mlxtp.text.tokenizer import Text
 from . import live_cluster
 from .hub import Hub, put, running_hub
 from .live_cluster import Cluster
-from .rings import in_whole, is_slow
+from .rings import SLOW, WHOLE, in_whole, is_slow, lies_outside
 from .wire.members import Member, founder, member_of
 
 # A busy machine is no counterexample.
@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 """Folders in which every test has a real group."""
-SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
+RINGS = {"whole": WHOLE, "slow": SLOW}
 OF_FAULTS = tuple(TESTS / name for name in ("agents", "chaos", "clients", "page", "soak"))
 """Folders that `make chaos` runs as a whole."""
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
@@ -65,10 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out folders and files of which a ring runs nothing: reading their tests takes seconds."""
     marks = config.getoption("markexpr")
-    left_out = OF_GROUPS if "not group" in marks else ()
-    if "not slow" in marks or "not whole" in marks:
-        left_out += SLOW_FOLDERS
-    if collection_path in left_out:
+    if collection_path in OF_GROUPS and "not group" in marks:
+        return True
+    name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
+    if any(f"not {mark}" in marks and lies_outside(name, rows) for mark, rows in RINGS.items()):
         return True
     if not collection_path.match("test_*.py"):
         return None
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "two_ranks" in fixtures or _lies_in(item.path, OF_GROUPS):
             item.add_marker(pytest.mark.group)
-        elif not SLOW_FIXTURES.isdisjoint(fixtures) or _lies_in(item.path, SLOW_FOLDERS):
+        elif not SLOW_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.slow)
         name = item.nodeid.removeprefix("tests/")
         if in_whole(name):

@@ -172,5 +172,10 @@ def is_slow(test: str) -> bool:
     return _named(test, SLOW)
 
 
+def lies_outside(path: str, rows: tuple[str, ...]) -> bool:
+    """Return whether `rows`, WHOLE or SLOW, leave out a folder or file below `tests/` with all its tests."""
+    return path in rows and not (rows is WHOLE and any(row.startswith((f"{path}/", f"{path}::")) for row in KEPT))
+
+
 def _named(test: str, rows: tuple[str, ...]) -> bool:
     return any(test.startswith(row) and test[len(row) :][:1] in ("", "/", ":", "[") for row in rows)

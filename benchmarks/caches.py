@@ -31,8 +31,7 @@ from .stage import RANKS, Stage, in_turn, rank_pids
 
 CONTEXT = 16_384
 LONG = 8_000
-#: Tokens of the first turn on a large model in a quick run. Shorter prompts do not go to disk.
-QUICK = 1_560
+MIDDLE = 1_560  #: Of the first turn on a large model, a minute on two cores. Shorter prompts do not go to disk.
 _DISK_BYTES = 4 << 30
 _SPILL_S = 30.0
 _POLL_S = 0.05
@@ -52,9 +51,7 @@ async def measure(stage: Stage) -> list[Row]:
     thin = models.write_walk(stage.folder / "thin-caches", **models.THIN, max_position_embeddings=CONTEXT)
     documents, turns = stage.pick(full=5, quick=2), stage.pick(full=3, quick=1)
     return [
-        *await _second_turns(
-            stage, large, "400 MB", stage.pick(full=LONG, quick=QUICK), documents=1, turns=turns
-        ),
+        *await _second_turns(stage, large, "400 MB", MIDDLE, documents=1, turns=turns),
         *await _second_turns(stage, thin, "thin", LONG, documents=documents, turns=1),
         *await _spilling(stage, thin),
         await _lost_rank(stage, thin),
@@ -92,7 +89,7 @@ async def _second_turns(
         finally:
             await served.kill()
     return [
-        compare(f"second turn after 8,000 tokens, {size} model, from {kind} vs the first turn", found, firsts)
+        compare(f"second turn after {tokens:,} tokens, {size} model, from {kind} vs the first turn", found, firsts)
         for kind, found in seconds.items()
     ]
 

@@ -31,7 +31,8 @@ from .stage import RANKS, Stage, in_turn, rank_pids
 
 CONTEXT = 16_384
 LONG = 8_000
-MIDDLE = 1_560  #: Of the first turn on a large model, a minute on two cores. Shorter prompts do not go to disk.
+#: Tokens of the first turn on a large model, a minute on two cores. Shorter prompts do not go to disk.
+MIDDLE = 1_560
 _DISK_BYTES = 4 << 30
 _SPILL_S = 30.0
 _POLL_S = 0.05
@@ -88,9 +89,9 @@ async def _second_turns(
                     seconds[kind].append(await chat.second(there, tokens - 2 * BLOCK))
         finally:
             await served.kill()
+    name = f"second turn after {tokens:,} tokens, {size} model"
     return [
-        compare(f"second turn after {tokens:,} tokens, {size} model, from {kind} vs the first turn", found, firsts)
-        for kind, found in seconds.items()
+        compare(f"{name}, from {kind} vs the first turn", found, firsts) for kind, found in seconds.items()
     ]
 
 

@@ -106,9 +106,9 @@ def test_what_no_holder_sends_or_does_not_belong_together_is_not_kept(
         for changes, why in (
             ({"key": key_to_pem(new_key())}, "do not belong together"),
             ({"key": b"no key"}, "no private key"),
-            ({"certificate": b"nonsense"}, "no certificate of a cluster's authority"),
-            ({"certificate": first.membership.certificate}, "no certificate of a cluster's authority"),
-            ({"certificate": found("c1" * 8, rsa_key).certificate}, "no certificate of a cluster's authority"),
+            ({"certificate": b"nonsense"}, "no certificate of a cluster"),
+            ({"certificate": first.membership.certificate}, "no certificate of a cluster"),
+            ({"certificate": found("c1" * 8, rsa_key).certificate}, "no certificate of a cluster"),
         ):
             node.hear(a, handover(first, **changes))
             assert why in problem(a)

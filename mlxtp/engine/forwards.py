@@ -15,6 +15,7 @@ from .batch import Bucket, CacheKind, ExactShape, ForwardShape, MergedBucket, in
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
+from .payoff import LENGTHS
 from .recurrent import views_of
 from .sharding import at_ends
 
@@ -22,6 +23,7 @@ MAX_GRAPHS, MAX_SHAPES = 128, 1024  # most to keep
 #: Without drafts, the MTP head's cache is updated once for so many steps: single entries cost much.
 BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
+WIDTHS = frozenset(1 + drafts for drafts in (0, *LENGTHS))  #: tokens of a row in steps that are traced
 
 #: Rows, slots and capacity of their arrays, view, and width.
 ShapeKey = tuple[int, int, int, int, int]
@@ -36,7 +38,7 @@ class DecodeGraphs:
         self._counter = counter
         self._traces = traces
         self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}  # with the number of collectives
-        self._shapes: Counter[Key] = Counter()  # steps of several rows
+        self._shapes: Counter[Key] = Counter()  # steps of several tokens
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -47,23 +49,25 @@ class DecodeGraphs:
         return self._body(*kind, *inputs)
 
     def _comes_again(self, key: Key) -> bool:
-        if key[0][0] == 1 or key in self._graphs:
+        rows, *_, width = key[0]
+        if rows == width == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.clear()
         self._shapes[key] += 1
-        return self._shapes[key] > STEPS_BEFORE_TRACE
+        return self._shapes[key] > (STEPS_BEFORE_TRACE if rows > 1 else 1)
 
     def _replay(self, key: Key, inputs: tuple[Any, ...]) -> Any:
-        graph, collectives = self._graphs.get(key, (None, 0))
+        graph, collectives = self._graphs.pop(key, (None, 0))
         before = self._counter.count
         if graph is not None:
+            self._graphs[key] = graph, collectives  # the most recent is last
             outcome = graph(*inputs)
             # A replay bypasses the counter. Without a compiler, MLX runs the body again, and that counts.
             self._counter.count = before + collectives
             return outcome
         if len(self._graphs) == MAX_GRAPHS:
-            self._graphs.clear()
+            del self._graphs[next(iter(self._graphs))]
         graph = mx.compile(partial(self._body, *key[1]))
         try:
             outcome = graph(*inputs)
@@ -261,9 +265,9 @@ class ModelForwards:
 
 
 def _again(key: ShapeKey, drafts: int) -> bool:
-    """Return True if a step's shape will repeat: one token a row, or one row with an MTP head's drafts."""
+    """Return True if a step's shape will repeat: it is of usual width, or one row with the head's drafts."""
     rows, *_, width = key
-    return width == 1 or (rows == 1 and drafts > 0)
+    return width in WIDTHS or (rows == 1 and drafts > 0)
 
 
 def _shape(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
+from mlxtp.engine import forwards
 from mlxtp.engine.batch import CacheKind, arrays_of
 from mlxtp.engine.forwards import STEPS_BEFORE_TRACE, DecodeGraphs
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
@@ -135,6 +136,27 @@ def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, run
     for i in range(STEPS_BEFORE_TRACE + 2):
         assert len(runner._model.graphs) == (i > STEPS_BEFORE_TRACE)
         step(runner, {1: 8 + i, 2: 5 + i})
+
+
+@pytest.mark.parametrize(("width", "traced"), [(2, True), (3, True), (4, False), (5, True), (17, True)])
+def test_steps_of_the_widths_that_drafts_usually_have_are_traced(
+    folder: Path, runner: Runner, width: int, traced: bool
+) -> None:
+    said, length = [prefill(runner, 1, PROMPT)], 8
+    for i in range(4):
+        right = reference(PROMPT, len(said) + width, folder)[-width - 1 : -1] if i else (said[-1],) * width
+        (new,) = step(runner, {1: length}, widths=(width,), tokens=right)
+        said, length = [*said, *new[: width if i else 1]], length + (width if i else 1)
+        assert len(runner._model.graphs) == (traced and i > 0)
+    assert tuple(said) == reference(PROMPT, 2 + 3 * width, folder)
+
+
+def test_graphs_that_are_used_stay_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "MAX_GRAPHS", 2)
+    graphs = DecodeGraphs(lambda x: x + 1, CollectiveCounter(), traces=True)
+    for room in (1, 2, 1, 3, 1):
+        graphs.run((1, 1, room, 64, 1), (), (mx.array(1),), again=True)
+    assert [key[0][2] for key in graphs._graphs] == [3, 1]
 
 
 def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:

@@ -1,4 +1,4 @@
-"""The speed model against published decode speeds.
+"""The speed model against published speeds of answers and of prompts.
 
 `python -m benchmarks.backtest` prints the table. None of the figures was measured here. Groups are meshes
 over RDMA; those with layers are pipelines. `assumed` has the assumptions where a source leaves something
@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from mlxtp.placement.cost_model import (
     ALONE,
     JACCL_MESH,
+    PROMPT,
     RING_THUNDERBOLT,
     RankHardware,
+    SpeedEstimate,
     drafted,
     speed,
     stage_costs,
@@ -34,6 +36,7 @@ from .published_models import published
 
 M3_ULTRA = "Apple M3 Ultra"
 EXO = "exo-explore/exo #1781"
+GURUSWAMI = "guruswami-ai/mlx-benchmarks"
 MLX_LM_MTP = "ml-explore/mlx-lm #990"
 
 
@@ -49,6 +52,7 @@ class Published:
     fabric    of several machines
     drafts    of an MTP head, in each step
     accepted  share of first drafts that were right
+    prompt    tokens a second of a prompt of 1,000 tokens, if the source has it
     """
 
     model: str
@@ -61,6 +65,7 @@ class Published:
     fabric: str = JACCL_MESH
     drafts: int = 0
     accepted: float = 0.0
+    prompt: float = 0.0
 
 
 def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = "") -> list[Published]:
@@ -73,6 +78,16 @@ def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = 
 def _with_drafts(row: Published, measured: float, accepted: float, assumed: str = "") -> list[Published]:
     """A row, and the same with one draft of the MTP head a step."""
     return [row, replace(row, measured=measured, drafts=1, accepted=accepted, assumed=assumed or row.assumed)]
+
+
+def _with_prompts(
+    model: str, figures: dict[int, tuple[float, float]], assumed: str = "default fences"
+) -> list[Published]:
+    """The same model on one, two or four M3 Ultra, over RDMA: tokens a second of answers and of prompts."""
+    return [
+        replace(row, fast=False, prompt=figures[len(row.chips)][1])
+        for row in _scaling(model, GURUSWAMI, {n: answer for n, (answer, _) in figures.items()}, assumed)
+    ]
 
 
 PUBLISHED: Sequence[Published] = (
@@ -157,22 +172,41 @@ PUBLISHED: Sequence[Published] = (
     Published("llama-3.3-70b-4bit", ("Apple M3 Max",), 9.35, "ml-explore/mlx-lm"),
     Published("llama-3.3-70b-bf16", ("Apple M2 Ultra",), 4.7, "ml-explore/mlx-examples #1069"),
     Published("qwen3.6-27b-8bit", (M3_ULTRA,), 18.9, "ml-explore/mlx #4521"),
+    *_with_prompts("llama-3.1-405b-4bit", {1: (2.99, 27.8), 2: (4.31, 51.0), 4: (6.44, 95.1)}),
+    *_with_prompts(
+        "deepseek-v3.1-4bit",
+        {1: (20.16, 234), 2: (16.21, 304), 4: (16.9, 597)},
+        "V3.2 as V3.1; default fences",
+    ),
+    *_with_prompts(
+        "kimi-k2-thinking", {2: (14.34, 362), 4: (16.11, 555)}, "K2.5 as K2 Thinking; default fences"
+    ),
+    *_with_prompts("qwen2.5-32b-4bit", {1: (31.46, 349), 2: (21.63, 577), 4: (18.35, 912)}),
+    *_with_prompts("mixtral-8x7b-4bit", {1: (69.09, 788), 2: (43.81, 1302), 4: (44.71, 2096)}),
 )
+PROMPTS = [row for row in PUBLISHED if row.prompt]
 
 
 def predicted(row: Published) -> float:
-    """Tokens a second by the model."""
+    """Tokens a second of an answer by the model."""
+    found, ranks = _estimate(row)
+    if not row.drafts:
+        return found.tokens_per_second
+    return drafted(found, published(row.model), ranks, row.drafts, row.accepted).tokens_per_second
+
+
+def predicted_prompt(row: Published) -> float:
+    """Tokens a second of a prompt by the model."""
+    return PROMPT / _estimate(row)[0].prompts_s(PROMPT, 1)
+
+
+def _estimate(row: Published) -> tuple[SpeedEstimate, list[RankHardware]]:
     ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(row.chips)]
     kind = row.fabric if len(ranks) > 1 else ALONE
     shape = published(row.model)
-    if row.split:
-        cut = zip(stages(row.split), ranks, strict=True)
-        costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]
-        return speed(shape, ranks, kind, costs=costs, fast_fences=row.fast).tokens_per_second
-    found = speed(shape, ranks, kind, fast_fences=row.fast)
-    if not row.drafts:
-        return found.tokens_per_second
-    return drafted(found, shape, ranks, row.drafts, row.accepted).tokens_per_second
+    cut = zip(stages(row.split), ranks, strict=True) if row.split else ()
+    costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]
+    return speed(shape, ranks, kind, costs=costs, fast_fences=row.fast), ranks
 
 
 def error(row: Published) -> float:
@@ -180,8 +214,16 @@ def error(row: Published) -> float:
     return predicted(row) / row.measured - 1
 
 
+def prompt_error(row: Published) -> float:
+    return predicted_prompt(row) / row.prompt - 1
+
+
 def median_error(rows: Sequence[Published] = PUBLISHED) -> float:
     return statistics.median(abs(error(row)) for row in rows)
+
+
+def median_prompt_error() -> float:
+    return statistics.median(abs(prompt_error(row)) for row in PROMPTS)
 
 
 def text() -> str:
@@ -209,6 +251,19 @@ def text() -> str:
         f"is. The {len(pipelines)} of pipelines are off by {_range(pipelines)}, and the {len(drafts)} with "
         f"MTP drafts by {_range(drafts)}. "
         f"{within} rows are within 20 %.",
+    ]
+    lines += [
+        "",
+        "| a prompt of 1,000 tokens | machines | measured | predicted | error |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in PROMPTS:
+        figures = (f"{row.prompt:.4g}", f"{predicted_prompt(row):.1f}", f"{prompt_error(row):+.0%}")
+        lines.append(f"| {' | '.join((row.model, _machines(row.chips), *figures))} |")
+    median = median_prompt_error()
+    lines += [
+        "",
+        f"Median error of prompts: {median:.1%} over {len(PROMPTS)} rows; nothing is fitted to them.",
     ]
     return "\n".join(lines)
 

@@ -42,6 +42,29 @@ _LLAMA_70B: Config = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+_LLAMA_405B: Config = {
+    **_LLAMA_8B,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
+_QWEN25_32B: Config = {
+    **_LLAMA_8B,
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "vocab_size": 152064,
+}
+_MIXTRAL_8X7B: Config = {
+    **_LLAMA_8B,
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
 _QWEN3_235B: Config = {
     **_NORM,
     "model_type": "qwen3_moe",
@@ -376,6 +399,9 @@ PUBLISHED: Mapping[str, Config] = {
     "llama-3.3-70b-4bit": {**_LLAMA_70B, **_affine(4)},
     "llama-3.3-70b-8bit": {**_LLAMA_70B, **_affine(8)},
     "llama-3.3-70b-bf16": _LLAMA_70B,
+    "llama-3.1-405b-4bit": {**_LLAMA_405B, **_affine(4)},
+    "qwen2.5-32b-4bit": {**_QWEN25_32B, **_affine(4)},
+    "mixtral-8x7b-4bit": {**_MIXTRAL_8X7B, **_affine(4)},
     "qwen3.6-27b-4bit": {**_QWEN_27B, **_affine(4)},
     "qwen3.6-27b-8bit": {**_QWEN_27B, **_affine(8)},
     "qwen3.6-35b-a3b-4bit": {**_QWEN36_35B, **_affine(4)},

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-FORMAT = 1
+FORMAT = 2
 #: Status of a describing process for a wrong configuration; 1 means an unusable one.
 INVALID = 2
 
@@ -26,6 +26,7 @@ class PartFacts:
     kv_heads: int = 1  #: most ranks that can divide its caches
     window: int = 0  #: 0 if its caches keep all tokens
     state_bytes: int = 0  #: per sequence, in caches that do not grow
+    attended: int = 0  #: products of a prompt's token with each earlier one, in MLX's fused attention
 
     def __add__(self, other: PartFacts) -> PartFacts:
         both = {name: (getattr(self, name), getattr(other, name)) for name in self.__slots__}

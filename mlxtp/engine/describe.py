@@ -87,6 +87,8 @@ def _described(family: str, config: Config) -> Description:
     with _Watch() as watch:
         logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_cache(model))
         kernels = len([name for name in steps(logits) if name not in VIEWS])
+    with _Watch() as reading:
+        model(mx.zeros((1, 2), dtype=mx.int32), cache=make_cache(model))
     sizes, tied = _sizes(model, watch.picked)
     collectives, dimensions = 0, dimensions_of(config)
     ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)
@@ -111,6 +113,9 @@ def _described(family: str, config: Config) -> Description:
     for at, cache in enumerate(cache_facts(model)):
         given = (layer for layer, trace in enumerate(traces) if at in trace.caches)
         layers[next(given, min(at, len(layers) - 1))] += cache
+    layers = [
+        layer + PartFacts(attended=each) for layer, each in zip(layers, reading.by_layer(layers), strict=True)
+    ]
     text, place = text_config(config), mtp_place(config)
     keeps_mlp = family in KEEPS_MLP_WHOLE and bool(watch.experts)
     mlps = dense_mlps(model) if keeps_mlp else []
@@ -226,10 +231,11 @@ class _Watch(contextlib.ExitStack):
         super().__init__()
         self.experts = self.picked = 0  #: experts of a layer; experts of a token
         self.hidden = 0  #: size of the last normalization
+        self.attended: list[int] = []  #: of each attention, as in `PartFacts`
         patches: list[Any] = [
             *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
             patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),
-            patch.object(mx.fast, "scaled_dot_product_attention", _attended),
+            patch.object(mx.fast, "scaled_dot_product_attention", self._attend),
             patch.object(mx, "dequantize", _dequantized),
             *(patch.object(mx, name, self._gathering(getattr(mx, name))) for name in _GATHERING),
         ]
@@ -239,6 +245,18 @@ class _Watch(contextlib.ExitStack):
     def _norm(self, x: mx.array, *_args: Any, **_named: Any) -> mx.array:
         self.hidden = x.shape[-1]
         return mx.abs(x)
+
+    def _attend(self, q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
+        self.attended.append(q.shape[1] * (q.shape[-1] + v.shape[-1]))
+        return _attended(q, k, v)
+
+    def by_layer(self, layers: Sequence[PartFacts]) -> list[int]:
+        """Return each layer's `attended`: of the layers with growing caches, or of all alike."""
+        own = [bool(layer.kv_token_bytes) for layer in layers]
+        if len(self.attended) == sum(own):
+            each = iter(self.attended)
+            return [next(each) if has else 0 for has in own]
+        return [sum(self.attended) // len(layers)] * len(layers)
 
     def _gathering(self, product: Any) -> Any:
         def gathering(x: mx.array, weight: mx.array, *args: Any, **named: Any) -> mx.array:
@@ -250,7 +268,7 @@ class _Watch(contextlib.ExitStack):
         return gathering
 
 
-def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
+def _attended(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     fused = q.shape[-1] == v.shape[-1] and q.shape[-1] in _FUSED_HEADS
     result = mx.broadcast_to(mx.depends(q, [k, v])[..., :1], (*q.shape[:-1], v.shape[-1]))
     for _ in range(1 if fused else _UNFUSED_KERNELS):

@@ -4,8 +4,8 @@ Every unmeasured value is a named assumption here; `python -m benchmarks.backtes
 figures. A token reads the weights that it meets and its KV cache, starts kernels, and on several Macs waits
 for each collective (`docs/placement.md`).
 
-a request   Prompt: the larger of its arithmetic and of reading all weights once a chunk, plus collectives;
-            without attention's own arithmetic over a long prompt. Answer: a step for each token, which reads
+a request   Prompt: the larger of its arithmetic, attention to earlier tokens included, and of reading all
+            weights once a chunk, plus collectives. Answer: a step for each token, which reads
             the weights once for all rows, and each row's KV cache.
 a pipeline  A token: all stages in turn, plus N fences and steps of the fabric, for N - 1 transfers and the
             way back. A prompt: one chunk through all stages, and others at the pace of the slowest stage or
@@ -167,10 +167,15 @@ class StageCosts:
     kv_s: float = 0.0  #: To read the KV cache of one more token.
     others_s: float = 0.0  #: To read all experts that a token does not meet.
     unmet: float = 0.0  #: The share of these experts, 0 for a dense model.
+    attended_s: float = 0.0  #: For the products of a prompt's token with one earlier token.
+    attended_window_s: float = 0.0  #: The part of this in layers with at most `window` tokens.
+    window: int = 0
 
-    def prompt_s(self, tokens: int, chunk: int) -> float:
-        chunks = -(-tokens // chunk)
-        computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
+    def prompt_s(self, tokens: int, chunk: int, cached: int = 0) -> float:
+        """Return the seconds of a prompt's `tokens` after `cached` ones."""
+        chunks, earlier = -(-tokens // chunk), cached + tokens / 2
+        attended_s = self.attended_s * earlier - self.attended_window_s * max(earlier - self.window, 0)
+        computing_s = max(tokens * (self.arithmetic_s + attended_s), chunks * self.chunk_s)
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
     def step_s(self, rows: float, context: float, width: int = 1) -> float:
@@ -183,7 +188,8 @@ class StageCosts:
         return computing_s + self.kernels_s + self.waiting_s + tokens * self.wire_s
 
     def request_s(self, workload: Workload, stages: int) -> float:
-        prompts_s = workload.at_once * self.prompt_s(workload.computed, chunk_of(USUAL, stages))
+        chunk = chunk_of(USUAL, stages)
+        prompts_s = workload.at_once * self.prompt_s(workload.computed, chunk, workload.cached)
         return prompts_s + workload.answer * self.step_s(workload.at_once, workload.context)
 
 
@@ -218,15 +224,15 @@ class SpeedEstimate:
 
     def prompt_s(self, workload: Workload) -> float:
         """Return the seconds to compute the prompts of a workload's simultaneous requests."""
-        return self.prompts_s(workload.computed, workload.at_once)
+        return self.prompts_s(workload.computed, workload.at_once, workload.cached)
 
-    def prompts_s(self, tokens: int, at_once: int) -> float:
+    def prompts_s(self, tokens: int, at_once: int, cached: int = 0) -> float:
         # Chunks follow each other through the stages, at the pace of the slowest stage or a link.
         chunk = chunk_of(USUAL, len(self.stages))
         chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
         hop_s = self.hop_s + tokens / chunks * self.row_s
-        each = [stage.prompt_s(tokens, chunk) / chunks for stage in self.stages]
+        each = [stage.prompt_s(tokens, chunk, cached) / chunks for stage in self.stages]
         slowest_s = max(*each, hop_s) if borders else each[0]
         return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
@@ -334,6 +340,9 @@ def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
         kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
         others_s=(own - met if unmet else 0) / reading,
         unmet=unmet,
+        attended_s=2 * shape.attended / size / flops,
+        attended_window_s=2 * shape.attended_window / size / flops,
+        window=shape.window,
     )
 
 

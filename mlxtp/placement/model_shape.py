@@ -114,6 +114,8 @@ class PartShape:
     kernels: int = 0  #: GPU kernels started one after the other for a token.
     kv_token_bytes: int = 0  #: One more token in the KV caches.
     kv_window_bytes: int = 0  #: The part of this in layers with at most `window` tokens.
+    attended: int = 0  #: Products of a prompt's token with each earlier one.
+    attended_window: int = 0  #: The part of this in layers with at most `window` tokens.
 
     def __add__(self, other: PartShape) -> PartShape:
         return PartShape(*(getattr(self, name) + getattr(other, name) for name in PartShape.__slots__))
@@ -275,6 +277,8 @@ def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> Part
         kernels,
         int(kv_scale * layer.kv_token_bytes),
         int(kv_scale * layer.kv_window_bytes),
+        layer.attended,
+        layer.attended if layer.window else 0,
     )
 
 

@@ -101,6 +101,12 @@ def test_every_family_of_mlx_lm_is_described() -> None:
     assert not tried & UNTRIED.keys()
 
 
+def test_only_layers_with_growing_caches_attend() -> None:
+    layers = description("qwen3_next").layers
+    assert {bool(layer.attended) for layer in layers} == {True, False}
+    assert all(bool(layer.attended) == bool(layer.kv_token_bytes) for layer in layers)
+
+
 @NAMES
 def test_caches_grow_as_described(name: str) -> None:
     """A window of tokens counts as if it kept all of them, which its own cache does not."""

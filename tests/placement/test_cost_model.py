@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.published_models import published
 from mlxtp.placement.cost_model import (
     AGENT,
     ALONE,
@@ -51,7 +52,23 @@ def test_one_mac_reads_its_weights_and_starts_its_kernels() -> None:
 
 def test_what_is_cached_of_a_prompt_is_not_computed() -> None:
     alone = speed(MODEL, ranks(1), ALONE)
-    assert alone.prompt_s(AGENT) == alone.prompts_s(AGENT.prompt - AGENT.cached, 1)
+    assert alone.prompt_s(AGENT) == alone.prompts_s(AGENT.prompt - AGENT.cached, 1, AGENT.cached)
+
+
+def test_attention_to_earlier_tokens_takes_its_share_of_a_long_prompt() -> None:
+    """By arithmetic: layers x heads x (keys + values) x earlier tokens, to a product for each weight."""
+    llama = published("llama-3.3-70b-4bit")
+    of_weights = speed(llama, ranks(1), ALONE).stages[0].arithmetic_s
+    for tokens, cached, share in ((30_000, 0, 0.283), (3_000, 27_000, 0.538), (1_000, 0, 0.009)):
+        seconds = speed(llama, ranks(1), ALONE).prompts_s(tokens, 1, cached)
+        assert seconds / (tokens * of_weights) - 1 == pytest.approx(share, abs=0.002)
+    windows = published("gpt-oss-120b")
+    [stage] = speed(windows, ranks(1), ALONE).stages
+    assert (windows.attended, windows.attended_window) == (36 * 64 * 128, 18 * 64 * 128)
+    later, sooner = (stage.prompt_s(2000, 2000, cached) for cached in (20_000, 10_000))
+    assert later - sooner == pytest.approx(2000 * 10_000 * stage.attended_s / 2), "half have windows"
+    two = speed(llama, ranks(2), JACCL_MESH).stages[0]
+    assert two.attended_s == pytest.approx(speed(llama, ranks(1), ALONE).stages[0].attended_s / 2)
 
 
 def test_two_macs_read_half_and_wait_for_each_other() -> None:

@@ -24,6 +24,10 @@ MISSES = {
     # A mixed quantization, and prompts of 10,000 tokens are mentioned; the gain of 1.24 is predicted as 1.25.
     ("glm-5-4bit", 15.3),
     ("glm-5-4bit", 19.0),
+    # A cautious report: with default fences, four Macs are hardly faster than two, or slower.
+    ("deepseek-v3.1-4bit", 16.9),
+    ("kimi-k2-thinking", 16.11),
+    ("qwen2.5-32b-4bit", 18.35),
 }
 """Figures that are known not to be the machines'."""
 
@@ -31,7 +35,7 @@ MISSES = {
 def test_half_of_the_figures_are_met_within_twenty_percent() -> None:
     """With room to spare, so that a change for the worse is noticed before that."""
     assert backtest.median_error() <= 0.20
-    assert backtest.median_error() == pytest.approx(0.06, abs=0.02)
+    assert backtest.median_error() == pytest.approx(0.075, abs=0.01)
 
 
 def test_groups_to_which_nothing_was_fitted_are_met_as_well() -> None:
@@ -49,6 +53,12 @@ def test_groups_to_which_nothing_was_fitted_are_met_as_well() -> None:
 )
 def test_no_figure_is_missed_without_an_explanation(row: backtest.Published) -> None:
     assert abs(backtest.error(row)) <= 0.20
+
+
+def test_prompts_are_met_as_well_and_nothing_was_fitted_to_them() -> None:
+    assert len(backtest.PROMPTS) > 10
+    assert max(abs(backtest.prompt_error(row)) for row in backtest.PROMPTS) <= 0.31
+    assert backtest.median_prompt_error() == pytest.approx(0.08, abs=0.01)
 
 
 ULTRAS = {(row.model, len(row.chips)) for row in backtest.PUBLISHED if set(row.chips) == {backtest.M3_ULTRA}}
@@ -73,6 +83,8 @@ def test_the_page_has_the_errors_of_this_model() -> None:
     within = sum(abs(backtest.error(row)) <= 0.2 for row in backtest.PUBLISHED)
     figures = f"{backtest.median_error():.1%} over {len(backtest.PUBLISHED)} figures"
     assert f"median error is {figures}, and {within} are within 20 %" in page
+    prompts = f"{backtest.median_prompt_error():.1%} over {len(backtest.PROMPTS)} figures"
+    assert f"the median error is {prompts}" in page
     split = [backtest.error(row) for row in backtest.PUBLISHED if row.split]
     assert f"predicted {100 * min(split):.0f} to {100 * max(split):.0f} % too fast" in page
 

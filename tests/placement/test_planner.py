@@ -281,8 +281,8 @@ def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     (alone,) = (one for one in mesh.alternatives if one.kind == ALONE)
     assert mesh.chosen.speed.tokens_per_second < alone.speed.tokens_per_second
     assert mesh.reason == (
-        "JACCL mesh of 2: 41.6 s per chat request, 14.4 s for its prompt and 27.2 s for its answer; "
-        "a alone: 53.3 s, 26.1 s and 27.2 s"
+        "JACCL mesh of 2: 42.1 s per chat request, 14.9 s for its prompt and 27.2 s for its answer; "
+        "a alone: 54.3 s, 27.1 s and 27.2 s"
     )
     essay = Workload("essay", 100, 0, 2000)
     made = plan(members, large, A, PlacementOptions(workload=essay))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
 _FEW = 65  # formats of fewer integers are kept
@@ -168,28 +168,43 @@ def located(name: str, error: ValueError) -> str:
 def record(kind: type[Any]) -> FieldCodec:
     """Map of the fields of a message, or of a dataclass within one."""
     codecs = {f.name: f.metadata["codec"] for f in fields(kind)}
-    packs = tuple((name, codec.to_wire) for name, codec in codecs.items())
+    sparse = issubclass(kind, Message) and kind.SPARSE
+    defaults = {f.name: f.default if sparse else MISSING for f in fields(kind)}
+    packs = tuple((name, codec.to_wire, defaults[name]) for name, codec in codecs.items())
     # Set slots directly, because the `__init__` of a frozen dataclass takes twice as long.
-    checks = tuple((name, codec.from_wire, getattr(kind, name).__set__) for name, codec in codecs.items())
+    checks = tuple(
+        (name, codec.from_wire, getattr(kind, name).__set__, defaults[name]) for name, codec in codecs.items()
+    )
     count, new = len(checks), object.__new__
+    exactly = f"a map of exactly the fields {', '.join(codecs) or '(none)'}"
     grows = issubclass(kind, Message) and kind.GROWS
 
     def pack(value: Any) -> Wire:
         if type(value) is not kind:
             raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
-        return {name: to_wire(getattr(value, name)) for name, to_wire in packs}
+        return {
+            name: to_wire(given)
+            for name, to_wire, default in packs
+            if (given := getattr(value, name)) is not default and given != default
+        }
 
     def check(value: Wire) -> Any:
-        if type(value) is not dict or (len(value) != count and not grows):
-            raise ValueError(f"a map of exactly the fields {', '.join(codecs) or '(none)'}")
-        part = new(kind)
+        if type(value) is not dict or (len(value) != count and not (grows or sparse)):
+            raise ValueError(exactly)
+        part, known = new(kind), 0
         try:
-            for name, from_wire, fill in checks:
-                fill(part, from_wire(value[name]))
+            for name, from_wire, fill, default in checks:
+                if default is MISSING or name in value:
+                    fill(part, from_wire(value[name]))
+                    known += 1
+                else:
+                    fill(part, default)
         except KeyError:
             raise _FieldError(f"{name}: expected a value, which is missing") from None
         except ValueError as error:
             raise _FieldError(located(name, error)) from None
+        if known != len(value) and not grows:
+            raise ValueError(exactly)
         return part
 
     return FieldCodec(pack, check)
@@ -244,17 +259,27 @@ def holding(codec: FieldCodec, **default: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(holding,))
 class MessageType(type):
-    """Turns a class with a `number` into a frozen dataclass with slots. `grows`: ignore unknown fields."""
+    """Turns a class with a `number` into a frozen dataclass with slots.
+
+    `grows`: unknown fields are ignored. `sparse`: fields with their default are left out of frames.
+    """
 
     def __new__(
-        cls, name: str, bases: tuple[type, ...], body: dict[str, Any], number: int = 0, grows: bool = False
+        cls,
+        name: str,
+        bases: tuple[type, ...],
+        body: dict[str, Any],
+        number: int = 0,
+        *,
+        grows: bool = False,
+        sparse: bool = False,
     ) -> Any:
         made: Any = super().__new__(cls, name, bases, body)
         if not number:  # a base, or the class with slots that `dataclass` makes of a message
             return made
         assert number not in NUMBERED, f"two messages with number {number:#04x}"
         made = NUMBERED[number] = dataclass(frozen=True, slots=True)(made)
-        made.TYPE, made.GROWS = number, grows
+        made.TYPE, made.GROWS, made.SPARSE = number, grows, sparse
         made.CODEC = record(made)
         return made
 
@@ -265,6 +290,7 @@ class Message(metaclass=MessageType):
     TYPE: ClassVar[int]
     CODEC: ClassVar[FieldCodec]
     GROWS: ClassVar[bool] = False
+    SPARSE: ClassVar[bool] = False
 
 
 NUMBERED: dict[int, type[Message]] = {}  #: messages of all imported modules

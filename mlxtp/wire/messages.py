@@ -36,7 +36,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -213,7 +213,7 @@ class PromptPart:
     following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token for an MTP head; 0 in the last part
 
 
-class Forward(Message, number=0x08):
+class Forward(Message, number=0x08, sparse=True):
     """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
     Ranks drop KV cache entries beyond `positions`. A row without tokens (width 0, or no `widths`) is fed the

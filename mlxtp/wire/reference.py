@@ -37,8 +37,9 @@ def _beginning() -> Iterator[str]:
     yield ""
     yield from _wrapped(
         f"Protocol version {PROTOCOL_VERSION}. A frame is its length as four bytes, big-endian, then one "
-        f"msgpack array `[number, epoch, seq, body]`; the body is a map of exactly the fields below. A frame "
-        f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
+        f"msgpack array `[number, epoch, seq, body]`; the body is a map of exactly the fields below, but a "
+        f"Forward leaves out fields with their default. A frame has at most {MAX_OPENING_FRAME} bytes until "
+        f"a link is open, {MAX_FRAME} from then on, at most "
         f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
         f"the frames of each direction from 1; `epoch` is 0 on links between agents. A message that breaks a "
         f"rule ends the link. The section on frames in docs/cluster.md explains the layers."

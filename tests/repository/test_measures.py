@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_120,
     "service": 611,
     "text": 5_126,
-    "wire": 4_104,
+    "wire": 4_131,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

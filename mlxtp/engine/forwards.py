@@ -103,6 +103,10 @@ class ModelForwards:
         self.graphs = DecodeGraphs(self._body, counter, traces=traces)
         self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
 
+    @property
+    def traced(self) -> int:
+        return len(self.graphs) + len(self._head_graphs)
+
     def read(
         self,
         tokens: mx.array,

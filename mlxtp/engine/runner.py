@@ -376,7 +376,8 @@ class Runner:
         return held + sum(array.nbytes for array in self._batch.arrays())
 
     def cache_use(self) -> dict[str, int]:
-        return {**self._use, "kv_bytes": self.kv_bytes(), "kept_bytes": self.kept.size_bytes}
+        held = {"kv_bytes": self.kv_bytes(), "kept_bytes": self.kept.size_bytes}
+        return {**self._use, **held, "graphs": self._model.traced}
 
     def _begin(self, uid: int, offset: int, prompt: PromptPart) -> Caches:
         source = prompt.source

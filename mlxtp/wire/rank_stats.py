@@ -76,6 +76,7 @@ class RankStats:
     fetched_tokens: int = _counter(
         "fetched_tokens", "Part of these tokens whose KV caches came from disk.", "first"
     )
+    graphs: int = _figure("traced_graphs", "Graphs of decode steps that a rank keeps to replay.")
     spilled_bytes: int = _counter(
         "spilled_cache_bytes", "KV caches that a rank wrote to disk in this epoch.", "sum"
     )

@@ -134,7 +134,7 @@ def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, run
     begun(runner, PROMPT, OTHER)
     runner.arrange((64, 64))
     for i in range(STEPS_BEFORE_TRACE + 2):
-        assert len(runner._model.graphs) == (i > STEPS_BEFORE_TRACE)
+        assert runner.cache_use()["graphs"] == (i > STEPS_BEFORE_TRACE)
         step(runner, {1: 8 + i, 2: 5 + i})
 
 
@@ -147,7 +147,7 @@ def test_steps_of_the_widths_that_drafts_usually_have_are_traced(
         right = reference(PROMPT, len(said) + width, folder)[-width - 1 : -1] if i else (said[-1],) * width
         (new,) = step(runner, {1: length}, widths=(width,), tokens=right)
         said, length = [*said, *new[: width if i else 1]], length + (width if i else 1)
-        assert len(runner._model.graphs) == (traced and i > 0)
+        assert runner.cache_use()["graphs"] == (traced and i > 0)
     assert tuple(said) == reference(PROMPT, 2 + 3 * width, folder)
 
 
@@ -331,14 +331,15 @@ def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
 
 def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
     prefill(runner, 1, PROMPT)
-    assert runner.cache_use() == {"kv_bytes": runner.kv_bytes(), "kept_bytes": 0}
+    none = {"graphs": 0}
+    assert runner.cache_use() == {"kv_bytes": runner.kv_bytes(), "kept_bytes": 0, **none}
     runner.stop(1, 8)
     kept = runner.kv_bytes()
-    assert runner.cache_use() == {"kv_bytes": kept, "kept_bytes": kept}
+    assert runner.cache_use() == {"kv_bytes": kept, "kept_bytes": kept, **none}
     prefill(runner, 2, PROMPT, offset=4, source=1)
     prefill(runner, 3, PROMPT, offset=5, source=2)
     held = runner.kv_bytes()
-    reused = {"reused": 2, "reused_tokens": 9}
+    reused = {"reused": 2, "reused_tokens": 9, **none}
     assert runner.cache_use() == {"kv_bytes": held, "kept_bytes": kept, **reused}
     runner.evict((1,))
     freed = {"kept_bytes": 0, "evicted_bytes": kept}

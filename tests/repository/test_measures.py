@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 4_559,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 11_312,
+    "engine": 11_317,
     "gateway": 1_743,
     "groups": 5_891,
     "identity": 1_222,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_120,
     "service": 611,
     "text": 5_126,
-    "wire": 4_131,
+    "wire": 4_132,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

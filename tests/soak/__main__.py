@@ -492,20 +492,26 @@ class Run:
 
     def _watch(self, progress: Progress, task: TaskID) -> None:
         while not self._over.wait(EVERY_S):
+            graphs = self._graphs() if len(self._watched) > 1 else {}
             for pid, process in list(self._watched.items()):
                 with contextlib.suppress(psutil.Error):
-                    process.samples.append(self._sample(pid))
+                    process.samples.append(self._sample(pid, graphs.get(pid, 0)))
             text = f"{self._count(RIGHT):,} answers right, {self._count(WRONG)} wrong"
             progress.update(task, completed=min(self.now, self.soak.seconds), text=text)
 
     def _count(self, outcome: str) -> int:
         return sum(app.outcomes[outcome] for app in self.apps)
 
-    def _sample(self, pid: int) -> Sample:
+    def _graphs(self) -> dict[int, int]:
+        """By a rank's pid."""
+        ranks = [rank for agent in self.cluster.agents for rank in agent.status().get("ranks", ())]
+        return {rank["pid"]: rank["graphs"] for rank in ranks}
+
+    def _sample(self, pid: int, graphs: int = 0) -> Sample:
         process, now = psutil.Process(pid), self.now
         memory_mb, ranks = process.memory_info().rss / 1e6, sum(map(_is_rank, process.children()))
         descriptors, threads = process.num_fds(), process.num_threads()
-        return Sample(now, memory_mb, descriptors, threads, self._count(RIGHT), ranks)
+        return Sample(now, memory_mb, descriptors, threads, self._count(RIGHT), ranks, graphs)
 
 
 def summed(agent: str, apps: list[App], hung: list[App]) -> Asked:

@@ -19,6 +19,7 @@ _WARM_UP = 400
 time. A busy machine takes long for so many."""
 _GROWTH = 0.05
 _GROWTH_MB = 4.0
+_GRAPH_MB = 0.45  #: of a graph of the tiny model's steps, as glibc counts it
 """A process that keeps nothing of what is over may grow by these together in a whole run."""
 _DESCRIPTORS = 2
 _POOL = min(32, (os.cpu_count() or 1) + 4)
@@ -37,6 +38,7 @@ class Sample:
     threads: int
     answers: int
     ranks: int
+    graphs: int = 0  #: that a rank has traced and keeps
 
 
 @dataclass
@@ -57,13 +59,17 @@ class Watched:
     def growth_mb(self) -> float:
         """Twice what its second half's least is above its first half's: of steady growth, all.
 
-        Memory swings by what is computed at once; only what a process keeps lifts its least.
+        Memory swings by what is computed at once; only what a process keeps lifts its least. Graphs are
+        bounded, and take long to fill.
         """
         warm = self.warm
         half = len(warm) // 2
         if not half:
             return 0.0
-        first, second = (min(each.memory_mb for each in part) for part in (warm[:half], warm[half:]))
+        first, second = (
+            min(each.memory_mb - _GRAPH_MB * each.graphs for each in part)
+            for part in (warm[:half], warm[half:])
+        )
         return 2 * (second - first)
 
     @property

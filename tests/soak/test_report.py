@@ -92,6 +92,11 @@ def test_what_a_process_fills_at_first_is_not_growth() -> None:
     assert Watched("p", few).growth_mb == 0
 
 
+def test_graphs_that_a_rank_keeps_are_not_growth() -> None:
+    samples = [Sample(float(n), 100 + 0.45 * n, 40, 12, 50 * n, 1, graphs=n) for n in range(101)]
+    assert Watched("p", samples).growth_mb == pytest.approx(0.0)
+
+
 def test_memory_that_a_process_gives_back_is_not_growth() -> None:
     def swings(kept_mb: float) -> Watched:
         return Watched(

@@ -305,7 +305,7 @@ _STRATEGIES: dict[type[msg.Message], st.SearchStrategy[msg.Message]] = {
         _text,
         st.builds(
             RankStats,
-            *(_count,) * 23,
+            *(_count,) * 24,
             *(_ints(0, 2**32 - 1, 0, 8),) * 3,
             _count,
             _count,

@@ -280,7 +280,7 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
     if answer["on"]:
         words += f", on {' and '.join(answer['on'])} only"
     words = ", ".join([words, *chosen(answer, "replicas", "nodes", "split", "parallel", "on", "keep_s")])
-    return words if keep_s < 0 else f"{words}, {kept(keep_s)}"
+    return words if keep_s is None else f"{words}, {kept(keep_s)}"
 
 
 def _unloaded(answer: Mapping[str, Any]) -> str:

@@ -371,8 +371,8 @@ def chosen(shown: Mapping[str, Any], *but: str) -> list[str]:
     return [f"--{name} {shown[name]}" for name, value in asked if name not in but and shown[name] != value]
 
 
-def kept(keep_s: int) -> str:
-    if keep_s >= 2**32 - 1:
+def kept(keep_s: int | None) -> str:
+    if keep_s is None:
         return "until its memory is needed"
     return f"until it is unused for {keep_s} s" if keep_s else "until it has answered"
 

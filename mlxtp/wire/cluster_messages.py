@@ -1,7 +1,6 @@
 """Messages of links between agents.
 
-A *control* link joins two agents. Both send the same messages: identity, heartbeats, deployments; a group's
-owner also commands other agents to start and end its ranks. A *requests* link carries a pipe's requests.
+A *control* link carries identity, heartbeats, deployments, orders about ranks; a *requests* link, requests.
 """
 
 from __future__ import annotations
@@ -212,9 +211,10 @@ class Deployment:
         return self.keep_s < 0 and not self.removed
 
     def wishes(self) -> dict[str, Any]:
-        """Return the fields that users set, except the model, by name."""
+        """Return the fields that users set, except the model, by name. `keep_s` is None if it never ends."""
         kept = ("name", "model", "version", "writer", "removed", "since", "again")
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in kept}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in kept}
+        return found if 0 <= self.keep_s < U32 - 1 else {**found, "keep_s": None}
 
 
 class Deployments(Message, number=0x05):

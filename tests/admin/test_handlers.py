@@ -67,7 +67,7 @@ NAME = "some-body/tiny"
 async def test_the_wanted_model_is_told_to_all_and_once(node: Node, member: members.Member) -> None:
     admin, a = Admin(node.parts, member.store), node.meet(A)
     assert await admin.models.serve(Serve("tiny", nodes="2")) == {
-        **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": -1},
+        **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": None},
         **{"version": 1, "change": "added", "replaced": [], "until_then": ""},
         **{"coming": False, "downloads": False, "parallel": "auto", "split": "auto"},
     }
@@ -175,7 +175,7 @@ async def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only
     assert [row.name for row in table.table.live()] == ["org/one", "tiny"]
     told = await admin.models.serve(Serve("tiny", on="any", only=True))
     assert (told["replaced"], told["on"], told["replicas"]) == (["org/one"], [], 2)
-    assert told["keep_s"] == -1
+    assert told["keep_s"] is None
     assert [row.name for row in table.table.live()] == ["tiny"]
     for count in (1, 2):
         told = await admin.models.serve(Serve("tiny", again=True))

@@ -92,7 +92,7 @@ TWO_REPLICAS: dict[str, Any] = {
     "parallel": "",
     "split": "auto",
     "on": [],
-    "keep_s": -1,
+    "keep_s": None,
     "why": "air: 30.1 GB are needed, and 12.0 GB are free",
     "groups": [
         GROUP,
@@ -148,7 +148,7 @@ BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 
 
 SERVED: dict[str, object] = {
-    **{"model": "org/model", "name": "org/model", "nodes": "auto", "replicas": 1, "on": [], "keep_s": -1},
+    **{"model": "org/model", "name": "org/model", "nodes": "auto", "replicas": 1, "on": [], "keep_s": None},
     **{"parallel": "auto", "split": "auto"},
     **{
         "version": 3,

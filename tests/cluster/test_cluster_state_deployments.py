@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import (
     KEEP_S,
+    LONGEST_S,
     MAX_LIVE,
     MAX_REMOVED,
     MOST_LIVE,
     MOST_REMOVED,
     NO_DEPLOYMENTS,
     PINNED,
+    YIELDS,
     DeploymentTable,
     name_of,
     received,
@@ -308,6 +310,13 @@ def test_a_long_table_travels_in_several_frames() -> None:
 
 def test_an_empty_table_is_one_message_too() -> None:
     assert [(message.rows, message.more) for message in NO_DEPLOYMENTS.messages()] == [((), False)]
+
+
+@pytest.mark.parametrize(
+    ("keep_s", "shown"), [(PINNED, None), (YIELDS, None), (LONGEST_S, None), (600, 600), (0, 0)]
+)
+def test_a_deployment_that_stays_shows_no_number_of_seconds(keep_s: int, shown: int | None) -> None:
+    assert Deployment("tiny", keep_s=keep_s).wishes()["keep_s"] == shown
 
 
 OTHER: dict[str, Any] = {"replicas": 2, "nodes": "3", "on": ("a" * 32,), "keep_s": 5, "parallel": "tensor"}

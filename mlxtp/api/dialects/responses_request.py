@@ -114,7 +114,7 @@ class ResponseStore:
         """The limits of this store and the remedy, for refusals."""
         return (
             f"answers are kept in the memory of the Mac that received the request for "
-            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self._most_bytes} bytes, "
+            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self._most_bytes >> 20} MiB, "
             "for the same API key, not with store false; send the whole conversation as input"
         )
 

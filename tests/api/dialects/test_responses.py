@@ -620,7 +620,7 @@ def test_an_item_is_named_once_and_only_while_it_is_kept(
 def test_what_must_not_be_kept_is_not(server: Server, stream: bool) -> None:
     answer = create(server, store=False, stream=stream)
     id_ = list(answer)[-1].response.id if stream else answer.id
-    with pytest.raises(openai.NotFoundError, match="6 hours") as caught:
+    with pytest.raises(openai.NotFoundError, match="6 hours, at most 1000 of them and 64 MiB, ") as caught:
         create(server, previous_response_id=id_)
     assert caught.value.param == "previous_response_id"
     assert caught.value.code == "not_found"

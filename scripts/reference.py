@@ -72,8 +72,7 @@ queue = 120
 studio = "rdma_en5"
 ```
 
-- Numbers, `true` and `false` have no quotes. An unknown key is an error that names the nearest known one, or the replacement of a
-  former one.
+- Numbers, `true` and `false` have no quotes. An unknown key is an error that names the nearest known one, if any is near.
 - In a variable, a list has commas, a switch is `yes` or `no`, and an empty value counts as not set. An unknown variable
   that begins with `MLXTP_` is a warning.
 - Each switch has two flags, such as `--alone` and `--no-alone`; the tables have the flag that changes the default.

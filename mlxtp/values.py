@@ -174,7 +174,7 @@ def parse_peer(item: str, where: str) -> str:
     host, colon, port = item.rpartition(":")
     if not colon:
         host, port = item, str(DEFAULT_CONTROL_PORT)
-    if not host or not _decimal(port, MAX_PORT):
+    if not re.fullmatch(r"[^\s,/]+", host) or not _decimal(port, MAX_PORT):  # such as http://HOST:PORT
         raise _wrong(where, item, f"is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
     return f"{host}:{port}"
 

@@ -372,7 +372,7 @@ WRONG_VALUES: dict[str, tuple[str, ...]] = {
     "name": ("x" * 81, "two\nlines"),
     "control": ("52414", "studio.local:52414", "10.0.0.1:65536", "[::1]:52414"),
     "discovery": ("perhaps",),
-    "peers": ("10.0.0.2:0", "a:1,:2"),
+    "peers": ("10.0.0.2:0", "a:1,:2", "http://10.0.0.2:52414", "two words"),
     "nodes": ("0", "9", "both"),
     "backend": ("mpi",),
     "rdma": ("rdma_en5", "=rdma_en5", "studio=", "/mini=rdma_en5", "studio/=rdma_en5", "a=b=c"),

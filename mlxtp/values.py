@@ -151,7 +151,7 @@ def parse_origin(item: str, where: str) -> str:
 
 
 def parse_name(value: object, where: str) -> str:
-    text = str(value)
+    text = str(value).strip(" ")
     if len(text) > MAX_NAME or not text.isprintable():
         raise _wrong(where, value, f"is not a name of at most {MAX_NAME} printable characters")
     return text

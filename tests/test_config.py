@@ -277,6 +277,11 @@ def test_what_no_model_is_called_is_said_as_it_can_be_printed(tmp_path: Path, ke
     assert refusal(tmp_path / "other", **{key: name}).startswith(f"--{key.replace('_', '-')}: {name!r} has")
 
 
+def test_a_name_has_no_blanks_around_it_and_one_of_blanks_is_none(tmp_path: Path) -> None:
+    assert resolve(tmp_path, name=" my studio ").name == "my studio"
+    assert resolve(tmp_path, 'name = "  "').name == ""
+
+
 def test_all_that_is_wrong_can_be_had_at_once_with_defaults_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('ranks = 5\nmodle = "x"\nname = 7\nhttp_cert = "a"\ndrain = 3')
     wrong: list[str] = []

@@ -39,8 +39,8 @@ class RotatingLog(RotatingFileHandler):
     A failed write is reported on standard error, once until a write succeeds again.
     """
 
-    def __init__(self, path: str, option: str = "--log-file") -> None:
-        with in_words(ConfigError, f"{option} {path}"):
+    def __init__(self, path: str, words: str = "") -> None:
+        with in_words(ConfigError, words or f"--log-file {path}"):
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             super().__init__(
                 path,
@@ -80,7 +80,7 @@ class AuditLog(RotatingLog):
     """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(str(home / AUDIT_LOG), "--home")
+        super().__init__(str(home / AUDIT_LOG), f"--home {home}: {AUDIT_LOG} cannot be written")
         self._home = home
         self._foreign = TokenBucket(FOREIGN_PER_MINUTE, clock())
         self._clock = clock

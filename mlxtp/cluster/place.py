@@ -198,7 +198,6 @@ class _Facts:
             held = sum(m.held_bytes for m in view.members)
             self.members = {node: replace(m, held_bytes=held) for node, m in self.members.items()}
         self.usable = {node: usable_bytes(m) for node, m in self.members.items()}
-        self.order = sorted(self.members, key=self._preference)
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
@@ -227,7 +226,7 @@ class _Facts:
             elif report.between or report.ranks[0] == place.owner:
                 yield replace(report, ranks=place.ranks, kind=place.kind, split=place.split)
 
-    def _preference(self, node: str, model: str = "") -> tuple[object, ...]:
+    def _preference(self, node: str, model: str) -> tuple[object, ...]:
         return node in self.view.flapping, *preference(self.members[node], model)
 
     def _allowed(self, wanted: WantedDeployment) -> list[str]:
@@ -260,7 +259,7 @@ class _Facts:
     def _moves_on(self, group: str) -> bool:
         """Return True if it still runs, but has another place since users requested a new placement."""
         report, place = self.reports.get(group), self.view.places.get(group)
-        if report is None or place is None or not (report.ready and self.by_name[_name(group)].row.again):
+        if report is None or place is None or not self.by_name[_name(group)].row.again:
             return False
         there = report.ranks == place.ranks and (
             len(place.ranks) == 1 or (report.kind, report.split) == (place.kind, place.split)
@@ -274,13 +273,13 @@ class _Facts:
             return False
         if options.nodes not in ("auto", "all", size) or (options.split and options.split != report.split):
             return False
-        if size > 1 and report.kind in FABRICS and options.parallel not in ("auto", way):
+        if report.kind in FABRICS and options.parallel not in ("auto", way):
             return False
         lack = set(report.ranks) & wanted.lacks.keys()
         return report.ready or not (0 < len(lack) < size or self._failed(report, options))
 
     def _failed(self, report: GroupReport, options: PlacementOptions) -> bool:
-        if len(report.ranks) == 1 or report.kind not in FABRICS:
+        if report.kind not in FABRICS:
             return False
         topology = Topology(list(self.members.values()), options.rdma, options.fabric_networks)
         wired = Fabrics(self.members, topology).wired(report.kind, report.ranks, options)
@@ -564,7 +563,7 @@ class _Packing:
 
     def extend(self) -> None:
         """Give Macs without a group to the first deployments that can use more."""
-        free = [n for n in self.facts.order if not self.seats.on[n] and n not in self.view.flapping]
+        free = [n for n in self.facts.members if not self.seats.on[n] and n not in self.view.flapping]
         for wanted in self.view.wanted:
             group = next((g for g in self.facts.groups[wanted.row.name] if g in self.seats.of), "")
             if not group:

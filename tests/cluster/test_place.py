@@ -38,6 +38,7 @@ from ..placement.test_planner_properties import LOOP, desks
 SMALL = shape(num_hidden_layers=8)  # 5 GB
 MIDDLE = shape()  # 16 GB
 LARGE = shape(num_hidden_layers=64)  # 30 GB
+HUGE = shape(num_hidden_layers=96)  # 45 GB
 WHOLE = shape(num_hidden_layers=64, num_key_value_heads=1)  # it cannot be divided
 STAGES = layered(num_hidden_layers=64, num_key_value_heads=1)  # it can be cut
 FOREVER = -1
@@ -324,11 +325,31 @@ def test_a_group_that_still_forms_where_another_one_comes_is_not_kept_there() ->
     assert where(seen(macs, rows[1:], reports=forms)) == {"m#0": "a"}
     assert where(seen(lan(36, 1), rows[1:], reports=forms, places=last)) == {"m#0": "a"}, "it runs nowhere"
     assert where(seen(macs, rows[1:], reports=[GroupReport("m#0", ())])) == {"m#0": "a"}, "without ranks"
+    pair = GroupAssignment("m#0", "m", ranks=ids("ab"), kind=RING_ETHERNET, split=(20, 12))
+    view = seen(macs, [wanted("m", layered())], places={"m#0": pair}, reports=forms)
+    assert place(view).assignments == (pair,), "the same owner is to form it otherwise"
+    assert where(replace(view, running=[replace(forms[0], ranks=(), between=True)])) == {"m#0": "ab"}
 
 
 def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
     for macs in (lan(64, 16), lan(33, 16)):  # with room for both, and without
-        assert where(seen(macs, [wanted("s"), wanted("l", LARGE)])) == {"s#0": "b", "l#0": "a"}
+        view = seen(macs, [wanted("s"), wanted("l", LARGE)])
+        assert where(view) == {"s#0": "b", "l#0": "a"}
+        assert [each.kv_mib for each in place(view).assignments] == [0, 0], "each has its Mac for itself"
+    runs = seen(lan(64, 16), [wanted("s"), wanted("l", LARGE)], {"s#0": ids("a")})
+    assert where(runs) == {"s#0": "a", "l#0": "a"}, "what runs does not move"
+    both = seen(lan(64, 64, 16), [wanted("x", nodes=2), wanted("l", LARGE, nodes=1)])
+    assert where(both) == {"x#0": "ab", "l#0": "a"}, "nor does what needs two"
+
+
+def test_a_group_gets_a_mac_of_exactly_the_bytes_that_it_needs() -> None:
+    need, rows = rank_memory(mac(0), SMALL, 1, 8192).needed, [wanted("x", nodes=1, again=1)]
+    last = {"x#0": GroupAssignment("x#0", "x", ranks=ids("a"))}
+    for short, found in ((0, "a"), (1, "")):
+        macs = [changed(mac(0), gpu_bytes=need - short)]
+        assert where(seen(macs, rows)) == {"x#0": found}
+        again = seen(macs, rows, {"x#0": ids("a")}, places=last, given_up={})
+        assert where(again) == {"x#0": found}
 
 
 def test_a_group_that_forms_stays_with_its_owner() -> None:
@@ -343,8 +364,11 @@ def test_a_group_that_forms_stays_with_its_owner() -> None:
 
 def test_the_latest_group_that_can_moves_for_one_that_needs_a_large_mac() -> None:
     """The first deployment keeps its Mac, although it fits the slowest one, too."""
-    rows = [wanted("first", LARGE), wanted("small"), wanted("huge", shape(num_hidden_layers=96))]
-    assert where(seen(lan(64, 64, 40), rows)) == {"first#0": "a", "small#0": "c", "huge#0": "b"}
+    rows = [wanted("top", LARGE), wanted("small"), wanted("huge", HUGE)]
+    assert where(seen(lan(64, 64, 40), rows)) == {"top#0": "a", "small#0": "c", "huge#0": "b"}
+    rows = [wanted("x", replicas=2), wanted("y"), wanted("z", HUGE, replicas=2)]
+    found = {"x#0": "a", "x#1": "e", "y#0": "b", "z#0": "c", "z#1": "d"}
+    assert where(seen(lan(64, 64, 64, 64, 40), rows)) == found, "replicas are later"
 
 
 def test_a_group_moves_on_for_one_that_moves() -> None:
@@ -374,11 +398,24 @@ def test_a_replica_without_a_place_says_how_many_macs_there_are() -> None:
     assert (found.owner, found.why) == ("", "each of the 2 Macs that may serve it has a group of it")
     alone = place(seen(lan(64), [wanted("x", replicas=2)])).assignments[1]
     assert alone.why == "the 1 Mac that may serve it has a group of it"
+    [none] = place(seen(lan(64, 64), [wanted("x", replicas=0, on=ids("c"))])).assignments
+    assert none.why == "0 of the 2 Macs here may serve it and stay"
+    for model in (SMALL, None):
+        lacks = wanted("x", model, lacks={node_id(0): "its disk is full"})
+        assert "its disk is full" in place(seen(lan(64), [lacks])).assignments[0].why
+    for nodes, model, ends in ((2, SMALL, True), (1, LARGE, False), ("auto", LARGE, False)):
+        [none] = place(seen(lan(8), [wanted("x", model, nodes)])).assignments
+        assert none.why.endswith("; `mlxtp serve MODEL --nodes auto` uses the Macs that are here") is ends
 
 
 def test_a_replica_that_lacks_a_place_beside_a_group_of_several_macs_says_how_to_get_one() -> None:
     found = place(seen(lan(64, 64), [wanted("x", replicas=2)], {"x#0": [node_id(0), node_id(1)]}))
-    assert "`mlxtp serve MODEL --nodes 1` has a group use one Mac" in found.assignments[1].why
+    hint = "`mlxtp serve MODEL --nodes 1` has a group use one Mac"
+    assert hint in found.assignments[1].why
+    pair = {"x#0": ids("ab"), "x#1": ids("c")}
+    assert hint in place(seen(lan(64, 64, 64), [wanted("x", replicas=3)], pair)).assignments[2].why
+    rows, pair = [wanted("x", replicas=3), wanted("y", nodes=2)], {"y#0": ids("ab")}
+    assert hint not in place(seen(lan(64, 64), rows, pair)).assignments[2].why
 
 
 # --- what runs, and faster places ------------------------------------------------------------------------
@@ -432,12 +469,21 @@ def test_a_person_s_word_places_a_group_again_wherever_it_is_fastest() -> None:
     assert letters(found(1, moved).ranks) == "b"
     ran = [ready("y#0", "a")]
     assert letters(found(1).ranks) == "a", "a new coordinator does not know"
+    assert letters(found(0, replace(moved, again=0)).ranks) == "a", "nobody has asked"
+    assert letters(found(1, replace(moved, ranks=ids("c"))).ranks) == "a", "that Mac has left"
+    for kind in (JACCL_MESH, RING_THUNDERBOLT):
+        rows, pair = [wanted("y", LARGE, nodes=2, again=1)], ready("y#0", "ba", RING_THUNDERBOLT)
+        moved = GroupAssignment("y#0", "y", ranks=pair.ranks, kind=kind, again=1)
+        assert place(seen(FIVE[:2], rows, reports=[pair], places={"y#0": moved})).assignments[0].kind == kind
 
 
 def test_a_group_that_is_to_have_all_macs_grows_even_if_it_is_used() -> None:
     rows, two = [wanted("x", nodes="all")], [ready("x#0", "ab", JACCL_MESH)]
     assert where(seen(FIVE[:2], rows, reports=[ready("x#0", "a")])) == {"x#0": "ab"}
     assert where(seen(FIVE[:4], rows, reports=two)) == {"x#0": "abcd"}
+    others = [wanted("no", shape(num_hidden_layers=400), nodes=1), *rows, wanted("y", nodes="all")]
+    view = seen(FIVE[:3], others, reports=[ready("x#0", "a"), ready("y#0", "b")])
+    assert where(view) == {"no#0": "", "x#0": "ac", "y#0": "b"}, "the first that can"
     last = [changed(m, ports=tuple(replace(p, formations=95) for p in m.machine.ports)) for m in FIVE[:4]]
     assert where(seen(last, rows, reports=two)) == {"x#0": "ab"}, "a last formation is not risked"
 
@@ -449,7 +495,10 @@ def test_no_group_grows_onto_a_mac_that_is_about_to_stop_nor_forms_where_files_a
     lacks = wanted("x", LARGE, lacks={node_id(1): "it is still getting the model"})
     pair = ready("x#0", "ab", JACCL_MESH)
     assert where(seen(macs, [lacks], reports=[replace(pair, ready=False)])) == {"x#0": "a"}
-    assert where(seen(macs, [lacks], reports=[pair])) == {"x#0": "ab"}, "it has loaded"
+    decision = place(seen(macs, [lacks], reports=[pair]))
+    assert (places(decision), decision.notes) == ({"x#0": pair.ranks}, {}), "it has loaded, and is not new"
+    nowhere = replace(lacks, lacks=dict.fromkeys(pair.ranks, "it is still getting the model"))
+    assert where(seen(macs, [nowhere], reports=[replace(pair, ready=False)])) == {"x#0": "ab"}, "it waits"
 
 
 def test_a_new_group_says_which_macs_lack_its_model() -> None:
@@ -457,6 +506,8 @@ def test_a_new_group_says_which_macs_lack_its_model() -> None:
     decision = place(seen(lan(64, 64), [lacks]))
     assert letters(places(decision)["x#0"]) == "b"
     assert decision.notes["x#0"] == ("a is left out: its disk is full",)
+    note, *_ = place(seen(lan(24, 24), [wanted("x", LARGE)])).notes["x#0"]
+    assert note.startswith("the ring over Ethernet, not JACCL: ")
 
 
 def test_a_row_that_wants_another_way_to_share_has_its_group_form_anew() -> None:
@@ -469,6 +520,11 @@ def test_a_row_that_wants_another_way_to_share_has_its_group_form_anew() -> None
     for report in (tensor, stages):
         [found] = place(seen(macs, [wanted("x", layered(), nodes=2)], reports=[report])).assignments
         assert (found.ranks, found.kind, found.split) == (report.ranks, report.kind, report.split)
+    for split in ((20, 12), (12, 20)):
+        row = wanted("x", layered(), nodes=2)
+        row = replace(row, options=replace(row.options, split=split))
+        assert place(seen(macs, [row], reports=[stages])).assignments[0].split == split
+    assert where(seen(lan(64, 64), [wanted("x", parallel="tensor")])) == {"x#0": "ab"}, "not alone"
 
 
 # --- groups that failed ----------------------------------------------------------------------------------
@@ -510,6 +566,13 @@ def test_a_group_that_forms_anew_takes_the_best_fabric_of_its_macs() -> None:
         assert (letters(found.ranks), found.kind) == ("ba", kind)
     [found] = place(seen(macs, [row], reports=[ring])).assignments
     assert found.faster.startswith("JACCL mesh of b + a: "), "it says so meanwhile"
+    between = GroupReport("x#0", ids("ab"), RING_ETHERNET, ready=False, between=True)
+    for size in (64, 1):  # one Mac would do; and none would
+        assert where(seen(lan(size, size), [wanted("x")], reports=[between])) == {"x#0": "ab"}
+    pair = seen(lan(1, 1), [wanted("x")], reports=[replace(between, ready=True, between=False)])
+    assert where(pair) == {"x#0": "ab"}
+    every = seen(macs, [wanted("x", LARGE, nodes="all")], reports=[ring])
+    assert place(every).assignments[0].kind == RING_THUNDERBOLT, "no more Macs are no reason to form anew"
 
 
 def test_nothing_that_runs_is_moved_to_where_a_group_failed_before() -> None:
@@ -535,6 +598,15 @@ def test_a_group_whose_cable_is_out_is_planned_otherwise_once_it_has_ended() -> 
     assert (letters(found.ranks), found.kind) == ("ab", RING_ETHERNET)
     [found] = place(seen(macs, [wanted("x", LARGE)], reports=[replace(between, ready=True)])).assignments
     assert found.kind == JACCL_MESH
+    ends = (("a", "b"), ("b", "c"), ("a", "c"))
+    named = {ids(a)[0]: {ids(b)[0]: f"rdma_{b}" for x in ends for b in x if a in x and b != a} for a in "abc"}
+    row, pair = wanted("x", LARGE, nodes=2), replace(between, ranks=ids("ac"))
+    by_hand = replace(row, options=replace(row.options, rdma=named))
+    assert where(seen(lan(24, 24, 24), [by_hand], reports=[pair])) == {"x#0": "ac"}, "devices set by hand"
+    cables = replace(row, options=replace(row.options, fabric_networks="thunderbolt"))
+    over_lan = replace(between, kind=RING_ETHERNET)
+    for each, found_there in ((row, "ab"), (cables, "")):
+        assert where(seen(macs, [each], reports=[over_lan])) == {"x#0": found_there}
 
 
 # --- more examples ---------------------------------------------------------------------------------------
@@ -544,6 +616,8 @@ def test_a_changed_number_of_replicas_ends_those_that_do_not_run_well_first() ->
     running = {"x#0": ids("a"), "x#1": ids("b")}
     reports = [GroupReport(g, r, ready=g != "x#0") for g, r in running.items()]
     assert places(place(seen(lan(64, 64), [wanted("x", nodes=1)], reports=reports))) == {"x#1": ids("b")}
+    forms, moves = GroupReport("x#1", ids("b"), ready=False), wanted("x", on=ids("a"))
+    assert where(seen(lan(64, 64), [moves], reports=[forms])) == {"x#1": "a"}, "not for one that is new"
 
 
 def test_a_row_for_other_macs_moves_its_group_and_a_new_version_alone_does_not() -> None:
@@ -557,23 +631,59 @@ def test_a_row_for_other_macs_moves_its_group_and_a_new_version_alone_does_not()
 def test_a_group_leaves_a_draining_mac_if_another_is_able() -> None:
     running = {"x#0": ids("a")}
     assert where(seen(lan(64, 64), [wanted("x")], running, draining=ids("a"))) == {"x#0": "b"}
-    assert where(seen(lan(64, 8), [wanted("x", LARGE)], running, draining=ids("a"))) == {"x#0": "a"}
+    for macs, row, found in (
+        (lan(64, 8), wanted("x", LARGE), "a"),
+        (lan(64), wanted("x"), "a"),
+        (lan(64, 8), wanted("x", LARGE, on=ids("b")), ""),
+    ):
+        assert where(seen(macs, [row], running, draining=ids("a"))) == {"x#0": found}
+    assert where(seen(lan(64), [wanted("x", nodes=2)], running)) == {"x#0": ""}, "its Mac stays"
+    two = {"x#0": ids("a"), "x#1": ids("b")}
+    assert where(seen(lan(64, 64), [wanted("x", replicas=2)], two, draining=ids("b")))["x#1"] == "b"
+    pair = seen(lan(64, 64, 64), [wanted("x", nodes=2)], {"x#0": ids("ab")}, draining=ids("a"))
+    assert where(pair) == {"x#0": "bc"}
 
 
 def test_a_mac_that_comes_and_goes_gets_a_group_only_if_no_other_is_able() -> None:
     assert where(seen(lan(64, 64), [wanted("x")], flapping=ids("a"))) == {"x#0": "b"}
     assert where(seen(lan(64, 8), [wanted("x", LARGE)], flapping=ids("a"))) == {"x#0": "a"}
+    assert where(seen(FIVE, [wanted("x", LARGE)], flapping=ids("a"))) == {"x#0": "bcde"}
 
 
 def test_of_two_groups_of_one_name_the_ready_one_stays() -> None:
     reports = [GroupReport("x#0", ids("a"), ready=False), GroupReport("x#0", ids("b"))]
     assert where(seen(lan(64, 64), [wanted("x", nodes=1)], reports=reports)) == {"x#0": "b"}
+    reports = [GroupReport("gone#0", ids("a")), GroupReport("x#0", ids("a"))]
+    reports += [GroupReport("x#0", ids("c"), ready=False)]
+    row = wanted("x", nodes=1, on=ids("bc"))
+    assert where(seen(lan(64, 64, 64), [row], reports=reports)) == {"x#0": "c"}, "a wrong Mac is worse"
 
 
 def test_of_two_replicas_that_run_on_one_mac_the_second_moves() -> None:
     """A coordinator that did not know yet of the one has made the other."""
     reports = [ready("r#0", "b"), ready("r#1", "b")]
     assert where(seen(lan(20, 8, 8), [wanted("r", replicas=2)], reports=reports)) == {"r#0": "b", "r#1": "a"}
+    reports = [ready("r#0", "ab", RING_ETHERNET), ready("r#1", "bc", RING_ETHERNET)]
+    view = seen(lan(20, 20, 20, 20), [wanted("r", replicas=2, nodes=2)], reports=reports)
+    assert where(view) == {"r#0": "ab", "r#1": "cd"}
+
+
+def test_a_group_shares_the_mac_with_the_fewest_and_rather_has_several_free_ones() -> None:
+    rows = [wanted(name, nodes=1) for name in "xyzw"]
+    assert where(seen(lan(64, 64), rows)) == {"x#0": "a", "y#0": "b", "z#0": "a", "w#0": "b"}
+    view = seen(lan(64, 24, 24), [rows[0], wanted("l", LARGE)], {"x#0": ids("a")})
+    assert where(view) == {"x#0": "a", "l#0": "bc"}
+    assert where(seen(lan(64, 64), rows[:2], {"x#0": ids("a"), "y#0": ids("a")})) == {"x#0": "a", "y#0": "a"}
+    cut = wanted("l", layered(num_hidden_layers=48, num_key_value_heads=1), nodes=2)
+    found = place(seen(lan(24, 24), [wanted("y", MIDDLE), cut], {"y#0": ids("a")})).assignments[1]
+    layers = dict(zip(letters(found.ranks), found.split, strict=True))
+    assert layers["a"] < layers["b"], "of what the other group leaves"
+
+
+def test_an_owner_goes_on_however_many_macs_are_preferred_to_it() -> None:
+    macs = on_lan([replace(mac(0), node_id=node_id(i), name=f"mac {i}") for i in range(13)])
+    [found] = place(seen(macs, [wanted("x", nodes=2)], {"x#0": [node_id(12)]})).assignments
+    assert found.owner == node_id(12)
 
 
 def test_a_group_that_is_given_up_waits_for_another_version_or_a_new_agent() -> None:
@@ -610,6 +720,14 @@ def test_a_busy_one_gives_way_to_a_pinned_one_only() -> None:
         new = wanted("l", LARGE, keep_s=FOREVER if pinned else 60)
         decision = place(seen(lan(36), [new, wanted("x", keep_s=60)], reports=reports))
         assert decision.gives_way == (("x",) if pinned else ())
+    late = wanted("l", LARGE, nodes=2, keep_s=60)
+    reports = [GroupReport("x#0", ids("a")), GroupReport("x#1", ids("b"), open_requests=1)]
+    busy = seen(lan(20, 20), [late, wanted("x", keep_s=60, replicas=2)], reports=reports)
+    assert place(busy).gives_way == ()
+    earlier = seen(
+        lan(36), [wanted("x", keep_s=60), replace(late, options=PlacementOptions())], reports=reports[:1]
+    )
+    assert place(earlier).gives_way == ()
 
 
 def test_a_replica_gives_way_to_the_first_group_of_another() -> None:
@@ -619,6 +737,10 @@ def test_a_replica_gives_way_to_the_first_group_of_another() -> None:
         ("x#0", "a"), ("x#1", ""), ("y#0", "b")
     ]  # fmt: skip
     assert decision.gives_way == ()
+    running, macs = {f"x#{i}": ids(each) for i, each in enumerate("abc")}, lan(24, 24, 24)
+    for model, found in ((MIDDLE, {"x#1": "b", "y#0": "c"}), (LARGE, {"x#1": "", "y#0": "bc"})):
+        rows = [wanted("x", MIDDLE, replicas=3), wanted("y", model)]
+        assert where(seen(macs, rows, running)) == {"x#0": "a", "x#2": "", **found}
 
 
 def test_groups_on_one_mac_share_out_what_is_left_for_kv_caches() -> None:
@@ -629,6 +751,12 @@ def test_groups_on_one_mac_share_out_what_is_left_for_kv_caches() -> None:
     shrunk = [changed(m, gpu_bytes=GIB) for m in lan(64)]
     found = place(seen(shrunk, [wanted("x", MIDDLE), wanted("y")], {"x#0": ids("a"), "y#0": ids("a")}))
     assert [each.kv_mib for each in found.assignments] == [each.kv >> 20 for each in need], "at least these"
+    rows = [wanted("x", layered(), nodes=2), wanted("y", on=ids("a"))]
+    cut = ready("x#0", "ab", RING_ETHERNET, split=(20, 12))
+    x, y = place(seen(lan(64, 64), rows, reports=[cut, ready("y#0", "a")])).assignments
+    need = [rank_memory(lan(64)[0], layered().stage(*each), 1, 8192) for each in stages(cut.split)]
+    left = 64 * GIB - need[0].needed - rank_memory(lan(64)[0], SMALL, 1, 8192).needed
+    assert x.kv_mib == max(each.kv for each in need) + left // 2 >> 20, "the fuller Mac's"
 
 
 def test_agents_on_one_machine_share_one_account() -> None:
@@ -638,6 +766,13 @@ def test_agents_on_one_machine_share_one_account() -> None:
     x, y = place(seen(macs, [wanted("x", nodes=1), wanted("y", nodes=1)])).assignments
     assert {x.owner, y.owner} == {node_id(0), node_id(1)}
     assert x.kv_mib == y.kv_mib > 0
+    held = [
+        replace(changed(m, free_bytes=8 * GIB), held_bytes=(1 - i) * 16 * GIB) for i, m in enumerate(macs)
+    ]
+    assert where(seen(held, [wanted("x", MIDDLE), wanted("y")], {"x#0": ids("a")})) == {
+        "x#0": "a",
+        "y#0": "b",
+    }
 
 
 def test_two_groups_do_not_use_the_same_rdma_devices() -> None:
@@ -659,6 +794,10 @@ def test_a_model_of_which_only_the_size_is_known_gets_one_mac() -> None:
     assert unknown.why == "the size of its model is known on 0 of 2 Macs"
     held = [GroupReport("x#0", ids("a"), held_bytes={node_id(0): 60 * GIB})]
     assert where(seen(lan(64), [wanted("x", None), wanted("y", MIDDLE)], reports=held))["y#0"] == ""
+    rows = [wanted("x", None, nodes=2), wanted("y", MIDDLE)]
+    for bytes_held, found in (({node_id(0): 60 * GIB, node_id(1): GIB}, ""), ({}, "a")):
+        view = seen(lan(64, 64), rows, reports=[GroupReport("x#0", ids("ab"), held_bytes=bytes_held)])
+        assert where(view)["y#0"] == found
 
 
 # --- many ------------------------------------------------------------------------------------------------

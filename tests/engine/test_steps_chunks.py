@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import LEAST, MOST, Chunks, Policy, chunk_sizes
+from mlxtp.engine.steps import LEAST, MOST, Chunks, Policy, chunk_sizes, within
 from mlxtp.wire.messages import Forward, Generate
 
 from .simulation import next_frame
@@ -62,6 +62,18 @@ def test_short_prompts_are_no_measure() -> None:
     measured = chunks()
     measured.took(LEAST - 1, 9.0)
     assert measured.beside == 256
+    measured.took(LEAST, 9.0)
+    assert measured.beside == LEAST
+
+
+@pytest.mark.parametrize(
+    ("scores", "offset", "limit", "size"),
+    [(1 << 20, 0, 1024, 1024), (1 << 20, 1, 1024, 512), (1 << 18, 0, 513, 512), (1, 0, 2048, LEAST)],
+)
+def test_a_chunk_is_halved_to_a_power_of_two_until_its_scores_fit(
+    scores: int, offset: int, limit: int, size: int
+) -> None:
+    assert within(scores, offset, limit) == size
 
 
 def test_the_newest_chunks_count_most() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from types import FrameType
@@ -862,6 +863,10 @@ def test_what_could_not_run_even_alone_is_refused() -> None:
         simulation.add(100, 29)
     del simulation.requests[2]
     finish(simulation)
+    policy = Policy(frozenset(), kv_tokens=128)
+    Scheduler(policy).add(Generate(1, LONG[:100], 68, answered=40))  # these count once
+    with refused(MlxtpError, Code.CONTEXT_OVERFLOW, "room for 129"):
+        Scheduler(replace(policy, row_tokens=1)).add(Generate(1, LONG[:100], 28))
 
 
 @RUN_AHEAD
@@ -981,6 +986,9 @@ def test_more_room_takes_effect_at_once() -> None:
     assert simulation.frames == []
     simulation.ticks(3)
     assert len(simulation.ranks.rows) == 4
+    simulation.frames.clear()
+    simulation.resize(2048)
+    assert sketch(simulation.frames) == "T", "as much is not more"
     finish(simulation)
 
 
@@ -991,6 +999,9 @@ def test_kept_caches_give_way_before_a_sequence_does() -> None:
     assert sketch(simulation.frames) == "X1 T", "no more than half of the room may be kept caches"
     simulation.resize(256)
     assert "preempt" not in reasons(finish(simulation).frames)
+    scheduler = played("100+2 end", prefixes=True).scheduler
+    scheduler.resize(scheduler._kv.kv_tokens, clear=True)
+    assert scheduler.next() == Evict((1,))
 
 
 def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
@@ -1243,6 +1254,12 @@ def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_
     _, request = asked({"prefixes": True, "rolls_back": False, "prefill_chunk": 100, "disk": disk}, LONG, 20)
     check_answer(request)
     assert len(disk.blocks) == (len(LONG) + 19) // 8
+
+
+def test_of_the_copies_of_a_prompt_the_last_alone_goes_to_disk() -> None:
+    disk = Disk(Steady())
+    asked({"whole": True, "prefill_chunk": 512, "disk": disk}, LONG, 40, places=(120, 195))
+    assert sorted(end for end, *_ in disk.blocks.values()) == [195, 239]
 
 
 def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:

@@ -110,10 +110,10 @@ def test_an_answer_is_kept_for_a_time() -> None:
 
 
 def test_the_refusal_of_an_unknown_answer_says_how_long_answers_are_kept() -> None:
-    store = ResponseStore(most=3, most_bytes=500, age_s=5400)
+    store = ResponseStore(most=3, most_bytes=64 << 20, age_s=5400)
     with pytest.raises(RequestError) as caught:
         store.items("", "x")
     assert (caught.value.status, caught.value.code) == (404, Code.NOT_FOUND)
     assert caught.value.param == "previous_response_id"
-    for word in ('"x"', "1.5 hours", "3 of them", "500 bytes", "store false"):
+    for word in ('"x"', "1.5 hours", "3 of them", "64 MiB", "store false"):
         assert word in caught.value.detail

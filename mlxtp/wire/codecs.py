@@ -182,6 +182,8 @@ def record(kind: type[Any]) -> FieldCodec:
     def pack(value: Any) -> Wire:
         if type(value) is not kind:
             raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
+        if not sparse:
+            return {name: to_wire(getattr(value, name)) for name, to_wire, _ in packs}
         return {
             name: to_wire(given)
             for name, to_wire, default in packs

@@ -42,7 +42,7 @@ MOST_LINES: Mapping[str, int] = {
     "admin": 1_714,
     "api": 9_584,
     "cli": 5_410,
-    "cluster": 4_559,
+    "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
     "engine": 11_317,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_120,
     "service": 611,
     "text": 5_126,
-    "wire": 4_132,
+    "wire": 4_134,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.
 

@@ -20,6 +20,7 @@ from .recurrent import views_of
 from .sharding import at_ends
 
 MAX_GRAPHS, MAX_SHAPES = 128, 1024  # most to keep
+MAX_LAYERS = 4096  #: of all graphs together: each layer of one holds 20 to 90 KB
 #: Without drafts, the MTP head's cache is updated once for so many steps: single entries cost much.
 BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
@@ -33,8 +34,11 @@ Key = tuple[ShapeKey, tuple[int, ...]]
 class DecodeGraphs:
     """Traced graphs of decode steps by shape and kind, because building one costs as much as running it."""
 
-    def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
+    def __init__(
+        self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool, layers: int = 1
+    ) -> None:
         self._body = body
+        self._most = max(1, min(MAX_GRAPHS, MAX_LAYERS // layers))
         self._counter = counter
         self._traces = traces
         self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}  # with the number of collectives
@@ -66,7 +70,7 @@ class DecodeGraphs:
             # A replay bypasses the counter. Without a compiler, MLX runs the body again, and that counts.
             self._counter.count = before + collectives
             return outcome
-        if len(self._graphs) == MAX_GRAPHS:
+        if len(self._graphs) == self._most:
             del self._graphs[next(iter(self._graphs))]
         graph = mx.compile(partial(self._body, *key[1]))
         try:
@@ -100,7 +104,7 @@ class ModelForwards:
         self._vocabulary = loaded.vocabulary
         self._caches = caches
         self._layers = slice(None, None if self.head is None else -1)  # caches of the model's own layers
-        self.graphs = DecodeGraphs(self._body, counter, traces=traces)
+        self.graphs = DecodeGraphs(self._body, counter, traces=traces, layers=len(loaded.model.layers))
         self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
 
     @property

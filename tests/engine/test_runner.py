@@ -152,8 +152,8 @@ def test_steps_of_the_widths_that_drafts_usually_have_are_traced(
 
 
 def test_graphs_that_are_used_stay_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "MAX_GRAPHS", 2)
-    graphs = DecodeGraphs(lambda x: x + 1, CollectiveCounter(), traces=True)
+    monkeypatch.setattr(forwards, "MAX_LAYERS", 8)
+    graphs = DecodeGraphs(lambda x: x + 1, CollectiveCounter(), traces=True, layers=4)
     for room in (1, 2, 1, 3, 1):
         graphs.run((1, 1, room, 64, 1), (), (mx.array(1),), again=True)
     assert [key[0][2] for key in graphs._graphs] == [3, 1]

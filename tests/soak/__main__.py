@@ -503,7 +503,7 @@ class Run:
         return sum(app.outcomes[outcome] for app in self.apps)
 
     def _graphs(self) -> dict[int, int]:
-        """By a rank's pid."""
+        """Return the number of traced graphs of each rank that an agent's status shows, by pid."""
         ranks = [rank for agent in self.cluster.agents for rank in agent.status().get("ranks", ())]
         return {rank["pid"]: rank["graphs"] for rank in ranks}
 

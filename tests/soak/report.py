@@ -19,8 +19,9 @@ _WARM_UP = 400
 time. A busy machine takes long for so many."""
 _GROWTH = 0.05
 _GROWTH_MB = 4.0
-_GRAPH_MB = 0.45  #: of a graph of the tiny model's steps, as glibc counts it
 """A process that keeps nothing of what is over may grow by these together in a whole run."""
+_GRAPH_MB = 0.45
+"""Memory of a traced graph of the tiny model's steps, as glibc counts it."""
 _DESCRIPTORS = 2
 _POOL = min(32, (os.cpu_count() or 1) + 4)
 """Threads of asyncio's pool, which begins one for each piece of work until it has so many."""

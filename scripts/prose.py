@@ -60,9 +60,9 @@ def of_sources(paths: Iterable[Path]) -> tuple[list[str], list[str], list[str]]:
     printed: list[str] = []
     for path in paths:
         source = path.read_text()
-        tree = ast.parse(source)
+        nodes = list(ast.walk(ast.parse(source)))
         seen: set[int] = set()
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 seen.add(id(node.value))
                 if isinstance(node.value.value, str):
@@ -70,7 +70,7 @@ def of_sources(paths: Iterable[Path]) -> tuple[list[str], list[str], list[str]]:
             elif isinstance(node, ast.JoinedStr):
                 seen.update(id(each) for each in node.values)
                 printed += sentences("".join(_said(each) for each in node.values))
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in seen:
                 printed += sentences(node.value) if " " in node.value else ()
         comments += sentences(" ".join(_comments(source)))

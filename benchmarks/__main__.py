@@ -16,6 +16,7 @@ from mlxtp.agent import stopped_by_signal
 from mlxtp.errors import MlxtpError
 
 from . import (
+    building,
     caches,
     concurrency,
     copying,
@@ -57,6 +58,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "describing": describing.measure,
     "speculation": speculation.measure,
     "mtp": mtp.measure,
+    "building": building.measure,
     "idle": idle.measure,
     "layout": layout.measure,
     "links": links.measure,

@@ -229,6 +229,17 @@ _ALL = (
     Measure("a step of two tokens behind 2,048 over compressed keys, vs one token", "ms",
             "Two layers with a quarter of DeepSeek V3's sizes and 16 heads, on one rank.",
             "one token", Goal("≤", 3)),
+    # --- building
+    *(
+        Measure(f"main thread of a step of {rows} row{'s' * (rows > 1)} vs mlx-lm", "µs",
+                "Processor time of one process with a Llama of 64 small layers: building graphs, launching "
+                f"and reading tokens, not kernels. Beside mlx-lm's {peer}.", peer, Goal("≤", 0.8))
+        for rows, peer in ((1, "generate_step"), (8, "BatchGenerator"), (16, "BatchGenerator"))
+    ),
+    Measure("main thread of a step of three tokens vs of one", "µs",
+            "The same model and one row: a step with two drafts.", "one token"),
+    Measure("main thread of reading 8 prompts together vs apart, windows", "µs",
+            "The same with windows in half of the layers: eight prompts of 48 tokens.", "apart"),
     # --- links
     Measure("decode link with 1 ms each way vs none", "tokens/s",
             "Every frame between the ranks is delivered 1 ms late, both ways; MLX's ring is not delayed.",

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-FORMAT = 2
+FORMAT = 3
 #: Status of a describing process for a wrong configuration; 1 means an unusable one.
 INVALID = 2
 
@@ -76,6 +76,7 @@ class CacheCapabilities:
     """Capabilities of a model's KV caches."""
 
     batched: bool  #: Sequences decode together.
+    joint: bool  #: Prompts of unlike lengths are read in one forward.
     rolls_back: bool  #: A step may feed rows several tokens, and each row may drop some of them again.
     truncatable: bool  #: A sequence may start from any beginning of another's caches.
     copyable: (

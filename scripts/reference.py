@@ -244,7 +244,7 @@ def _families() -> Iterator[str]:
     off = [each.off for each in named if each.off]
     always = [part for part in off[0] if all(part in each for each in off)]
     yield "A kind of caches decides what speeds up a model of it; `mlxtp plan MODEL` prints this for any model."
-    yield f"With all kinds that have a reason below, {' and '.join(always)} are off.\n"
+    yield f"With all kinds that have a reason below, {' and '.join(always)} {'is' if len(always) == 1 else 'are'} off.\n"
     yield "| caches | a later prompt begins | also off | because |"
     yield "|---|---|---|---|"
     for each in named:

@@ -531,6 +531,44 @@ def share(caches: Caches, length: int) -> Caches:
     return cut(shared, length)
 
 
+def merged(rows: Sequence[Caches], widths: Sequence[int], width: int) -> Caches:
+    """Return mlx-lm's batched caches for a forward of `width` tokens; rows have `widths` of them."""
+    found = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+    for cache in found:
+        cache.prepare(lengths=list(widths), right_padding=[width - own for own in widths])
+    return found
+
+
+def divide(batched: Caches, rows: Sequence[Caches], widths: Sequence[int], width: int) -> None:
+    """Give `rows` what the forward has put into their `merged` caches, without the padding."""
+    for whole, caches in zip(batched, zip(*rows, strict=True), strict=True):
+        _divide(whole, caches, widths, width)
+
+
+def _divide(whole: Any, caches: Sequence[Any], widths: Sequence[int], width: int) -> None:
+    if hasattr(whole, "caches"):
+        for part, each in zip(
+            whole.caches, zip(*[cache.caches for cache in caches], strict=True), strict=True
+        ):
+            _divide(part, each, widths, width)
+        return
+    if _kind(caches[0]) == STATE:
+        for row, cache in enumerate(caches):
+            cache.cache = [array[row : row + 1] for array in whole.cache]
+        return
+    held = [cache.size() for cache in caches]
+    # Rows are right-aligned before the new tokens. A window has lost the oldest ones to them.
+    before = (whole.keys.shape[2] if _is_window(caches[0]) else max(held) + width) - width
+    for row, (cache, own, size) in enumerate(zip(caches, widths, held, strict=True)):
+        span = slice(max(before - size, 0), before + own)
+        keys, values = [mx.contiguous(array[row : row + 1, :, span]) for array in (whole.keys, whole.values)]
+        length = cache.offset + own
+        if _is_window(cache):
+            cache.state = keys, values, length, 0, cache.max_size, keys.shape[2]
+        else:
+            cache.keys, cache.values, cache.offset = keys, values, length
+
+
 def snapshot(caches: Caches, length: int) -> Caches:
     copies = share(caches, length)
     separate(copies)
@@ -597,7 +635,10 @@ class CacheKind:
         new = self._quantized(every)
         kinds = {"KVCache" if _is_window(cache) else _kind(cache) for cache in new}
         inside, names = (set(map(_kind, leaves(caches))) for caches in (new, every))
-        alone = _ONE_OFFSET in map(_kind, model.modules())
+        modules = model.modules()
+        # Blocks of keys are counted from the padding that mlx-lm puts before shorter rows (MiniMax M3).
+        blocks = any(getattr(module, "index_block_size", None) for module in modules)
+        alone = blocks or _ONE_OFFSET in map(_kind, modules)
         self._own = make_cache(model)
         # The kind of the model's recurrent layers, if they can undo drafts, and this stage's own layers.
         self.recurrence, self._recurrent = recurrent_layers(model, sum(map(_is_state, leaves(new))))
@@ -613,8 +654,13 @@ class CacheKind:
         self._empty = self._shapes() if rolls_back else []
         if rolls_back and self.recurrence is None and not self._has_masks_by_row():
             rolls_back = batched = False
+        shared = rolls_back and inside <= _PLAIN
+        padded = STATE not in inside or (self.recurrence is not None and self.recurrence.padded)
+        windows = [cache for cache in leaves(new) if _kind(cache) == _WINDOW]
+        mergeable = inside <= {"KVCache", _WINDOW, STATE} and all(map(_is_window, windows))
         self.can = CacheCapabilities(  # of the whole model, also on a pipeline stage
             batched=batched,
+            joint=shared or (batched and padded and mergeable),
             rolls_back=rolls_back,
             truncatable=inside <= _PLAIN,
             copyable=inside <= _COPIED,

@@ -118,18 +118,22 @@ class ModelForwards:
         given: mx.array | None = None,
         *,
         ends: mx.array,
-        following: int = 0,
+        following: Sequence[int] = (0,),
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
         """Queue a forward over prompts' `tokens` int32 [rows, length]; return logits at `ends` int32 [rows].
 
         Also return a function that adds the prompts to the MTP head's cache and returns the head's output at
-        `ends`. Its argument: embeddings [rows, 1, hidden] of the next tokens, or None if all are `following`.
+        `ends`. Its argument: embeddings [rows, 1, hidden] of the next tokens, or None for `following`.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
             return forward(tokens, list(caches), given=given), lambda _: None
-        length, behind = tokens.shape[1], mx.full((tokens.shape[0], 1), following, dtype=mx.int32)
-        embeddings = self.embedded(mx.concatenate([tokens, behind], axis=1))
+        length = tokens.shape[1]
+        behind = mx.arange(length + 1) == ends[:, None] + 1
+        longer = mx.where(
+            behind, mx.array(following, dtype=mx.int32)[:, None], mx.pad(tokens, [(0, 0), (0, 1)])
+        )
+        embeddings = self.embedded(longer)
         own = embeddings[:, :length] if given is None else given
         local = forward(tokens, list(caches[self._layers]), given=own)
         hidden, known = self._vocabulary.hidden(), embeddings[:, 1:]

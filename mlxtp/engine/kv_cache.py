@@ -401,7 +401,7 @@ class KVCacheManager:
                 and place - other.progress.prefilled <= sequence.progress.prompt
                 and other.tokens[:place] == sequence.tokens[:place]
                 for other in others
-                for place in other.progress.saves
+                for place in self._saves(other)
                 if place > other.progress.prefilled
             )
         beginning = sequence.tokens[:enough]
@@ -432,17 +432,50 @@ class KVCacheManager:
             sequence.cached = length
         return uid, take
 
-    def save(self, sequence: SequenceState, part: PromptPart, uid: int) -> PromptPart:
-        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.progress.prefilled], sequence.wants.salt)
-        if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
-            freed += self._prefixes.evict(beyond)
-        if others := tuple([other for other in freed if other not in (uid, part.source)]):
+    def next_part(self, sequence: SequenceState) -> tuple[int, int]:
+        """Return where the next part of a prompt begins, and where it ends if it is not too long."""
+        at, saves = sequence.progress.prefilled, sequence.progress.saves
+        if not sequence.uid:
+            at, saves = self.hit_length(sequence), self._saves(sequence)
+        return at, min([place for place in saves if place > at], default=sequence.progress.prompt)
+
+    def _saves(self, sequence: SequenceState) -> tuple[int, ...]:
+        if sequence.uid or not self.keeps_snapshots:
+            return sequence.progress.saves
+        return places_to_save(sequence, self.hit_length(sequence))
+
+    def save(
+        self, group: Sequence[SequenceState], parts: Sequence[PromptPart]
+    ) -> tuple[list[PromptPart], tuple[int, ...]]:
+        """Keep the caches of prompts so far, by the uids that their parts of a forward name.
+
+        Return the parts, without a uid where there is no room, and kept caches to evict after the forward.
+        """
+        freed: list[int] = []
+        for sequence, part in zip(group, parts, strict=True):
+            tokens = sequence.tokens[: sequence.progress.prefilled]
+            gone = self._prefixes.keep(part.save, tokens, sequence.wants.salt)
+            if part.save not in gone and (beyond := self._occupied() - self.kv_tokens) > 0:
+                gone += self._prefixes.evict(beyond)
+            freed += gone
+        sources = {part.source for part in parts}
+        known = sources.union([part.save for part in parts])
+        if others := tuple([uid for uid in freed if uid not in known]):
             self.frames.append(Evict(others))
-        save = 0 if uid in freed else uid
-        if save and self._policy.rolls_back:
-            self._lay_out()  # the kept cache may take room that rows had to grow
-        take = part.take or part.source in freed  # take over a cache that would be evicted
-        return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
+        saved = [0 if part.save in freed else part.save for part in parts]
+        if any(saved) and self._policy.rolls_back:
+            self._lay_out()  # the kept caches may take room that rows had to grow
+        takes = len(parts) == 1  # take over a cache that would be evicted
+        found = [
+            replace(
+                part,
+                save=save,
+                take=part.take or (takes and part.source in freed),
+                covers=self._prefixes.covered(save),
+            )
+            for part, save in zip(parts, saved, strict=True)
+        ]
+        return found, () if takes else tuple([uid for uid in freed if uid in sources])
 
     def line_up(self, sequence: SequenceState) -> None:
         if not self.keeps_snapshots:

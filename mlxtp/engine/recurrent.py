@@ -34,6 +34,7 @@ class Recurrence:
     read: tuple[tuple[str, str], ...] = ()  # its other arguments per token, each with a `taken` of its shape
     constants: Callable[[Any], dict[str, Any]] = lambda _: {}  # its arguments that depend only on the layer
     together: bool = False  # it takes several tokens and a mask, and gives the same bits as one by one
+    padded: bool = True  # mlx-lm's code knows rows that are shorter than the others
 
     @property
     def size(self) -> int:
@@ -85,7 +86,10 @@ _KIMI = replace(
 _KINDS: Mapping[str, Recurrence] = {
     "bailing_moe_v3.BailingKDA": replace(_KIMI, inputs=("conv_kernel_size",) * 3),
     "jamba.JambaMambaMixer": Recurrence(
-        update="ssm_step", taken=("x",), constants=lambda layer: {"self": layer, "A": -mx.exp(layer.A_log)}
+        update="ssm_step",
+        taken=("x",),
+        constants=lambda layer: {"self": layer, "A": -mx.exp(layer.A_log)},
+        padded=False,
     ),
     "kimi_linear.KimiDeltaAttention": _KIMI,
     "lfm2.ShortConv": _SHORT,
@@ -94,6 +98,7 @@ _KINDS: Mapping[str, Recurrence] = {
         _DELTAS,
         inputs=("conv_kernel_size",) * 3,
         constants=_attributes("A_log", "dt_bias", "allow_neg_eigval"),
+        padded=False,
     ),
     "qwen3_5.GatedDeltaNet": _DELTAS,
     "qwen3_next.Qwen3NextGatedDeltaNet": _DELTAS,
@@ -294,8 +299,11 @@ def _taking_views(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def taking(*args: Any, **named: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **named}
-        state = given.get("state")
-        return state.recur(update, given) if isinstance(state, StateView) else update(*args, **named)
+        if isinstance(state := given.get("state"), StateView):
+            return state.recur(update, given)
+        if "lengths" in names and given.get("lengths") is None and given.get("mask") is not None:
+            given["lengths"] = given["mask"].sum(axis=1)  # nemotron_h leaves them out
+        return update(**given)
 
     return taking
 

@@ -167,7 +167,7 @@ class Requests:
             prefill_chunk=chunk,
             chunk_beside=beside,
             chunk_s=chunk_s,
-            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if can.truncatable else 0,
+            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if can.joint else 0,
             max_rows=MAX_ROWS if can.batched else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),

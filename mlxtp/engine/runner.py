@@ -25,6 +25,8 @@ from .batch import (
     SlotCaches,
     arrays_of,
     cut,
+    divide,
+    merged,
     overlap,
     plain,
     rows_without,
@@ -176,44 +178,68 @@ class Runner:
         """
         if not frame.prompts:
             return self._step(frame, known)
-        return self._read_part(frame) if len(frame.rows) == 1 else self._read_together(frame)
+        if len(frame.rows) > 1 and isinstance(self._batch, SlotCaches) and self._caches.can.truncatable:
+            return self._read_into(self._batch, frame)
+        return self._read(frame)
 
-    def _read_part(self, frame: Forward) -> Chosen:
-        (uid,), (offset,), (prompt,) = frame.rows, frame.positions, frame.prompts
-        if (caches := self._prefilling.get(uid)) is None:
-            caches = self._begin(uid, offset, prompt)
-            self._caches.reserve(caches, offset, prompt.total)
-            self._prefilling[uid] = caches
-        self._count((uid,))
-        end = offset + len(frame.tokens)
-        self._lengths[uid] = range(end, end + 1)
-        tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
+    def _read(self, frame: Forward) -> Chosen:
+        """Read parts of prompts; all of them end, or none does."""
+        rows, widths = frame.rows, frame.widths
+        ends = [offset + width for offset, width in zip(frame.positions, widths, strict=True)]
+        each = [self._part(*part) for part in zip(rows, frame.positions, frame.prompts, strict=True)]
+        self._count(rows)
+        self._lengths.update({uid: range(end, end + 1) for uid, end in zip(rows, ends, strict=True)})
+        width, caches = widths[0], each[0]
+        if len(rows) > 1:
+            width = max(2, *widths)  # mlx-lm puts a single token of a window elsewhere
+            caches = merged(each, widths, width)
+        tokens = padded(frame.tokens, widths, width)
         received = self.border.expect(*tokens.shape)
-        ends = mx.array([len(frame.tokens) - 1])
         local, remember = self._model.read(
-            tokens, caches, received.given, ends=ends, following=prompt.following
+            tokens,
+            caches,
+            received.given,
+            ends=mx.array(widths) - 1,
+            following=[prompt.following for prompt in frame.prompts],
         )
-        if end < prompt.total:
+
+        def arrays() -> list[mx.array]:
+            if len(rows) > 1:
+                divide(caches, each, widths, width)
+            return [array for own in each for array in arrays_of(own)]
+
+        if frame.unfinished:
             remember(None)
             # Wait only for the caches: the output head and the last layer's output are then never computed.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
-            done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
+            done = nothing_chosen(1, 1, [*arrays(), *sent])
             self.border.submit(self.forwards, received, done)
-            if prompt.save:
+            saves = [
+                (*found, prompt)
+                for *found, prompt in zip(each, ends, frame.prompts, strict=True)
+                if prompt.save
+            ]
+            if saves:
                 self.border.flush(self.forwards)
-                self.kept.insert(prompt.save, snapshot(caches, end), end, prompt.covers)
+            for own, end, prompt in saves:
+                self.kept.insert(prompt.save, snapshot(own, end), end, prompt.covers)
             clear_pool()  # attention scores have another size in each chunk
             return Chosen(done, (), (), {}, self.forwards)
-        outcome = self._first_tokens(
-            local, frame, after=received, arrays=lambda: arrays_of(caches), remember=remember
-        )
-        del self._prefilling[uid]
-        self._batch.join(uid, caches)
+        outcome = self._first_tokens(local, frame, after=received, arrays=arrays, remember=remember)
+        for uid, own in zip(rows, each, strict=True):
+            del self._prefilling[uid]
+            self._batch.join(uid, own)
         return outcome
 
-    def _read_together(self, frame: Forward) -> Chosen:
-        batch, widths = self._batch, frame.widths
-        assert isinstance(batch, SlotCaches), "other caches prefill one by one"
+    def _part(self, uid: int, offset: int, prompt: PromptPart) -> Caches:
+        if uid not in self._prefilling:
+            self._prefilling[uid] = self._begin(uid, offset, prompt)
+            self._caches.reserve(self._prefilling[uid], offset, prompt.total)
+        return self._prefilling[uid]
+
+    def _read_into(self, batch: SlotCaches, frame: Forward) -> Chosen:
+        """Read whole prompts into the arrays that their rows will share."""
+        widths = frame.widths
         for uid, offset, prompt in zip(frame.rows, frame.positions, frame.prompts, strict=True):
             self._lengths[uid] = range(prompt.total, prompt.total + 1)
             batch.join(uid, self._begin(uid, offset, prompt))

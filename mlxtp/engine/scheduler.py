@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from ..errors import Code, MlxtpError, RequestError
-from ..wire.messages import MAX_PROMPTS, Arrange, Error, Finished, Forward, Generate, PromptPart
+from ..wire.messages import MAX_PROMPTS, Arrange, Error, Evict, Finished, Forward, Generate, PromptPart
 from . import kv_cache, steps
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
@@ -25,6 +25,8 @@ from .speculation import Speculation
 
 #: Most prompts in prefill at once. Long prompts alternate; a prompt of a single chunk does not count.
 MAX_PREFILLING = 4
+#: Most tokens of KV caches that a forward over several prompts may copy, where rows share no arrays.
+MAX_COPIED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +130,15 @@ class Scheduler:
         self._budget = min(self._budget, limit) if beside else limit
         started = self._waiting.holding()
         free = policy.max_rows - len(self._running) - len(started)
-        if policy.rolls_back and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
+        parts = self._kv.keeps_snapshots or not self._waiting[0].uid
+        if free > 1 and len(self._waiting) > 1 and parts:
             group = self._short_ones(
                 started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
             )
             if self.frames:
                 return None  # make room first
             if len(group) > 1:
-                chunks = [self._chunk(each, each.progress.prompt, may_take=False) for each in group]
-                for each in group:
-                    self._join(each)
-                return self._forward(group, chunks)
+                return self._prefill(group, limit)
         crowded = len(self._waiting.started()) >= MAX_PREFILLING
         full = (len(started) >= MAX_PREFILLING and not crowded) or free < 1
         for sequence in self._waiting:
@@ -162,49 +162,76 @@ class Scheduler:
                     self.frames.append(fetch)
                 if self.frames:
                     return None
-            return self._prefill(sequence, limit)
+            return self._prefill([sequence], limit)
         return None
 
     def _short_ones(self, started: Sequence[SequenceState], most: int, budget: int) -> list[SequenceState]:
+        """Return prompts whose next parts fit into one forward, which ends all of them or none."""
         group: list[SequenceState] = []
         widest = longest = 0
+        ends: bool | None = None
+        snapshots = self._kv.keeps_snapshots
         for sequence in self._waiting:
             if len(group) == most:
                 break
-            if sequence.uid or sequence.disk.fetch:
+            if sequence.disk.fetch or (sequence.uid and not snapshots):
                 continue
-            left = sequence.progress.prompt - self._kv.hit_length(sequence)
+            prompt = sequence.progress.prompt
+            at, end = self._kv.next_part(sequence)
+            if ends is None:
+                ends = end == prompt
+            if (end == prompt) != ends:
+                continue
+            left = (end if sequence.uid else prompt) - at  # a prompt that is longer begins by itself
             wide = max(widest, left) * (len(group) + 1)
-            longest = max(longest, sequence.progress.prompt)
-            if wide > budget or wide * longest > self._policy.scores:
+            longest = max(longest, prompt)
+            copied = 0 if self._policy.rolls_back and not snapshots else longest * (len(group) + 1)
+            if wide > budget or wide * longest > self._policy.scores or copied > MAX_COPIED:
                 break
-            if self._kv.is_being_computed(sequence, [*started, *group]):
-                continue
-            if not self._kv.make_room([*group, sequence]):
-                break
+            if not sequence.uid:
+                if self._kv.is_being_computed(sequence, [*started, *group]):
+                    continue
+                if not self._kv.make_room([*[each for each in group if not each.uid], sequence]):
+                    break
             widest = max(widest, left)
             group.append(sequence)
         return group
 
-    def _prefill(self, sequence: SequenceState, limit: int) -> Forward | None:
-        offset, part = self._chunk(sequence, limit)
-        progress = sequence.progress
-        if progress.prefilled == part.total:
-            self._join(sequence)
-            return self._forward((sequence,), ((offset, part),))
-        self._kv.line_up(sequence)
-        progress.forwards += 1
-        self._waiting.append(sequence)  # behind the others, because long prompts alternate
-        if progress.prefilled in progress.saves:
-            self.last_uid += 1
-            part = self._kv.save(sequence, part, self.last_uid)
-            if part.save and progress.prefilled == progress.saves[-1]:
-                self.disk.line_up(sequence, part.save, progress.prefilled)
-        forward = self._forward((sequence,), ((offset, part),))
-        if self.frames:
-            self.frames.append(forward)
-            return None
-        return forward
+    def _prefill(self, group: Sequence[SequenceState], limit: int) -> Forward | None:
+        """Return a forward over the next chunks of prompts; several are short ones."""
+        several = len(group) > 1
+        chunks = [
+            self._chunk(each, each.progress.prompt if several else limit, may_take=not several)
+            for each in group
+        ]
+        if all(each.progress.prefilled == each.progress.prompt for each in group):
+            for each in group:
+                self._join(each)
+            return self._forward(group, chunks)
+        # Long prompts alternate. One that lacks its last token only is first.
+        last = [each for each in group if each.progress.prompt - each.progress.prefilled == 1]
+        self._waiting.extendleft(reversed(last))
+        self._waiting.extend([each for each in group if each not in last])
+        for sequence in group:
+            self._kv.line_up(sequence)
+            sequence.progress.forwards += 1
+        late: tuple[int, ...] = ()
+        if group[0].progress.prefilled in group[0].progress.saves:  # then all of several are at such places
+            numbers = range(self.last_uid + 1, self.last_uid + 1 + len(group))
+            saving = [replace(part, save=uid) for (_, part), uid in zip(chunks, numbers, strict=True)]
+            self.last_uid = numbers[-1]
+            parts, late = self._kv.save(group, saving)
+            chunks = [(offset, part) for (offset, _), part in zip(chunks, parts, strict=True)]
+            for sequence, part in zip(group, parts, strict=True):
+                if part.save and sequence.progress.prefilled == sequence.progress.saves[-1]:
+                    self.disk.line_up(sequence, part.save, sequence.progress.prefilled)
+        forward = self._forward(group, chunks)
+        if not (self.frames or late):
+            return forward
+        self.frames.append(forward)
+        if late:
+            self.frames.append(Evict(late))
+        return None
 
     def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> tuple[int, PromptPart]:
         """Remove a sequence from the queue; return where its next chunk begins, and the chunk.

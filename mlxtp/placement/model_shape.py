@@ -39,7 +39,7 @@ _NAMES = {
     "ArraysCache": ("recurrent states", "mlxtp cannot roll these states back"),
     "RotatingKVCache": (
         "windows of tokens",
-        "a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
+        "a slot holds later tokens by then, and mlx-lm's window has no quantized numbers",
     ),
     "KVCache": ("keys and values", ""),
 }
@@ -51,12 +51,12 @@ _OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be jo
 def words_of(caches: CacheCapabilities) -> CacheWords:
     name, why = next((words for kind, words in _NAMES.items() if kind in caches.kinds), _OTHERS)
     if "ArraysCache" in caches.kinds and caches.rolls_back:
-        name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
+        name, why = name + _FED_AGAIN[0] + ("" if caches.joint else ", prompts apart"), _FED_AGAIN[1]
     if caches.truncatable and not caches.rolls_back:
         name, why = _SEVERAL if caches.batched else (name, "its attention takes no masks by row")
     can = {
         "drafts, forced tokens": caches.rolls_back,
-        "several prompts in one forward": caches.rolls_back and caches.truncatable,
+        "several prompts in one forward": caches.joint,
         "quantized KV": caches.quantizable,
         "requests at once": caches.batched,
     }
@@ -333,6 +333,6 @@ def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
     """Return the indivisible shape of a model with only a known size."""
     size = weight_bytes
     whole = PartFacts(0, size, size, size // 2, size, size)
-    caches, why = CacheCapabilities(True, True, True, True, True, ("KVCache",)), "its sizes are not known"
+    caches, why = CacheCapabilities(*[True] * 6, ("KVCache",)), "its sizes are not known"
     model = Description("?", 1, 1, PartFacts(), (whole,), PartFacts(), caches, unsharable=why, uncuttable=why)
     return shape_of(model, name=name)

@@ -36,7 +36,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -219,7 +219,7 @@ class Forward(Message, number=0x08, sparse=True):
     Ranks drop KV cache entries beyond `positions`. A row without tokens (width 0, or no `widths`) is fed the
     last token that it chose, inside the graph; in a pipeline, from ChosenTokens. A pipeline's step has the
     rows of one lane. A decode step chooses a token after each of its input tokens. `prompts` is empty in a
-    decode step; else it has a part for each row: of one prompt, or the last parts of several.
+    decode step; else it has a part for each row, and either all parts end their prompts or none does.
 
     With `exchange` "winners", every row is greedy, and ranks exchange only the best token of their share of
     the vocabulary. With `agreement` "verify", every rank samples, and rank 0 compares digests; with
@@ -237,7 +237,7 @@ class Forward(Message, number=0x08, sparse=True):
 
     @property
     def unfinished(self) -> int:
-        """Uid of the prompt that this forward leaves incomplete (it then chooses no token); 0 for none."""
+        """Uid of the first prompt that this forward leaves incomplete (it chooses no token); 0 for none."""
         if self.prompts and self.positions[0] + self.widths[0] < self.prompts[0].total:
             return self.rows[0]
         return 0

@@ -208,6 +208,8 @@ class DecodeLedger(LinkLedger):
             raise _bad_field("Forward with rows, positions and widths of different lengths")
         if sum(widths) != len(forward.tokens):
             raise _bad_field(f"Forward of {sum(widths)} tokens by its widths, {len(forward.tokens)} here")
+        if len(rows) > 1 and len(set(rows)) != len(rows):
+            raise _wrong_uid("Forward names a uid twice")
         if forward.prompts:
             self._prompts(forward)
         else:
@@ -216,8 +218,6 @@ class DecodeLedger(LinkLedger):
 
     def _step(self, step: msg.Forward) -> None:
         rows, widths, running = step.rows, step.widths, self.running
-        if len(rows) > 1 and len(set(rows)) != len(rows):
-            raise _wrong_uid("Forward names a uid twice")
         if widths and max(widths) > msg.MAX_WIDTH:
             raise _bad_field(f"Forward of a row that feeds {max(widths)} tokens")
         for uid, at, width in zip(rows, step.positions, widths or (1,) * len(rows), strict=True):
@@ -236,7 +236,7 @@ class DecodeLedger(LinkLedger):
         parts = zip(forward.rows, forward.positions, forward.widths, forward.prompts, strict=True)
         for uid, at, width, prompt in parts:
             total = prompt.total
-            if uid in self.prompts and count == 1:
+            if uid in self.prompts:
                 if prompt.source or prompt.take:
                     raise _disorder(f"Forward: uid {uid} names a source in a later part")
                 expected = self.prompts.pop(uid)
@@ -252,17 +252,18 @@ class DecodeLedger(LinkLedger):
                     f"Forward: a prompt of uid {uid} at {at} of {total}, expected {was} of {length}"
                 )
             end = at + width
-            if not width or end > total or (end < total and count > 1):
+            if not width or end > total or (end < total) != bool(forward.unfinished):
                 raise _bad_field(f"Forward: {width} tokens of uid {uid} at {at} of its prompt of {total}")
             if end < total:
                 self.prompts[uid] = end, total
             else:
                 ended[uid] = end
-            if prompt.save:
-                self._save(prompt.save, end, whole=uid in ended)
-            self._cover(forward, prompt.covers, end if prompt.save else 0)
         # Add them last, so that none can start from another prompt of the same forward.
         self.running |= ended
+        for at, width, prompt in zip(forward.positions, forward.widths, forward.prompts, strict=True):
+            if prompt.save:
+                self._save(prompt.save, at + width, whole=bool(ended))
+            self._cover(forward, prompt.covers, at + width if prompt.save else 0)
 
     def _save(self, uid: int, length: int, *, whole: bool) -> None:
         if uid <= self.last_uid:

@@ -284,7 +284,7 @@ class Ranks:
         match frame:
             case Forward() if frame.prompts:
                 chunks = chunks_of(frame, queued)
-                assert len(chunks) == 1 or all(chunk.last for chunk in chunks)
+                assert len({chunk.last for chunk in chunks}) == 1
                 chosen = self._prefill(chunks)
             case Forward():
                 if queued.late:
@@ -342,8 +342,9 @@ class Ranks:
         for chunk in chunks:
             if chunk.uid not in self.prefilling:
                 self._begin(chunk)
-            together = len(chunks) > 1
-            self.own[chunk.uid] = kv_cache.capacity(max(each.total for each in chunks) + together)
+            together = len(chunks) > 1 and self.arranges and not self.whole
+            longest = max(each.total for each in chunks) + 1 if together else chunk.total
+            self.own[chunk.uid] = kv_cache.capacity(longest)
         chosen = []
         for chunk in chunks:
             contents, save = self.contents[chunk.uid], chunk.part.save
@@ -536,7 +537,7 @@ class Simulation:
             kv_tokens=kv_tokens,
             row_tokens=row_tokens,
             drafts="auto" if drafts else "off",
-            together=0 if whole else together,
+            together=together,
             run_ahead=run_ahead,
             **{"rolls_back": not whole, **policy},
         )

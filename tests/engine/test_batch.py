@@ -41,7 +41,7 @@ from mlxtp.engine.loader import leaves
 from mlxtp.errors import Code, ModelError
 from mlxtp.wire.messages import MAX_WIDTH
 
-from .families import FAMILIES, OTHERS
+from .families import FAMILIES, OTHERS, PIPELINE
 from .small_models import write_model
 from .tables import refused
 
@@ -592,6 +592,13 @@ def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_
         rope(mx.zeros((2, 1, 1, 8)), offset=mx.array([1, 2]))
     kind = CacheKind(model)
     assert (kind.can.rolls_back, kind.can.batched, kind.can.copyable) == (False, False, True)
+
+
+def test_a_model_that_counts_blocks_of_keys_serves_one_row_at_a_time(tmp_path: Path) -> None:
+    """Padding before a row would move its blocks, and so what it says."""
+    folder = write_model(tmp_path, model_type="minimax_m3_vl", **PIPELINE["minimax_m3_vl"])
+    can = CacheKind(load_model(folder)[0]).can
+    assert (can.batched, can.joint, can.rolls_back, can.truncatable) == (False, False, False, True)
 
 
 def test_quantized_caches_share_a_batch_and_can_be_kept(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
     rank = SimpleNamespace(
         bootstrap=bootstrap,
         loaded=SimpleNamespace(model=None, vocabulary=SimpleNamespace(size=9)),
-        caches=SimpleNamespace(can=CacheCapabilities(*[True] * 5, ()), overlapping=False),
+        caches=SimpleNamespace(can=CacheCapabilities(*[True] * 6, ()), overlapping=False),
         eos=frozenset(),
         disk=None,
         status=SimpleNamespace(drafts=None),

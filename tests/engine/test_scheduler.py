@@ -152,8 +152,14 @@ what prompts took beside rows limits none that come alone
   prefill_chunk=16 together=16; 16+1 end 2x5+1 end; P1 S1 P(23) S2 S3
 prompts of one token answer together
   together=64; 3x2+1 end; P(123) S1 S2 S3
-where rows must go one by one so do prompts
-  together=64 rolls_back=0; 3x2+1 end; P1 S1 P2 S2 P3 S3
+caches that share no arrays are filled together, too
+  together=64 rolls_back=0; 3x2+1 end; P(123) S1 S2 S3
+prompts whose caches cannot be cut stop together before their last tokens
+  together=256 whole=1; 3x40+1 end; P(123) P(123) S1 ...
+short ones join those that lack one token
+  together=256 whole=1; 2x40+1 2x3+1 end; P(12) P(1256) S1 ...
+one that lacks its last token does not wait for other prompts
+  prefill_chunk=64 whole=1; 3x60+1 end; P1 P1 S1 P3 P3 ...
 long prompts take turns
   prefill_chunk=4; 3x12+1 end; P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3
 a short prompt passes a long one

@@ -81,7 +81,7 @@ def llama(**changes: Any) -> Description:
         dimensions=dimensions,
         kernels=KERNELS * layers + AROUND + (3 if told else 0),
         collectives=2 * layers if divides else 0,
-        caches=CacheCapabilities(True, True, True, True, True, ("KVCache",)),
+        caches=CacheCapabilities(*[True] * 6, ("KVCache",)),
     )
 
 

@@ -316,10 +316,15 @@ def test_a_model_of_unknown_sizes_is_whole_on_one_rank() -> None:
         (
             "deepseek_v32",
             "several keys and values a layer",
-            "drafts, forced tokens, several prompts in one forward, quantized KV",
+            "drafts, forced tokens, quantized KV",
         ),
-        ("gpt_oss", "windows of tokens", "several prompts in one forward, quantized KV"),
-        ("qwen3_next", "recurrent states, fed again", "several prompts in one forward, quantized KV"),
+        ("gpt_oss", "windows of tokens", "quantized KV"),
+        ("qwen3_next", "recurrent states, fed again", "quantized KV"),
+        (
+            "jamba",
+            "recurrent states, fed again, prompts apart",
+            "several prompts in one forward, quantized KV",
+        ),
         ("plamo2", "recurrent states", "drafts, forced tokens, several prompts in one forward, quantized KV"),
         (
             "llama4",

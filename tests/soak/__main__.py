@@ -503,9 +503,18 @@ class Run:
         return sum(app.outcomes[outcome] for app in self.apps)
 
     def _graphs(self) -> dict[int, int]:
-        """Return the number of traced graphs of each rank that an agent's status shows, by pid."""
-        ranks = [rank for agent in self.cluster.agents for rank in agent.status().get("ranks", ())]
-        return {rank["pid"]: rank["graphs"] for rank in ranks}
+        """Return the number of traced graphs of each rank, by pid: all ranks of a group have the same."""
+        found = [agent.status() for agent in self.cluster.agents]
+        of_pid = {
+            rank["pid"]: rank["graphs"] for each in found for rank in each.get("ranks", ()) if rank["pid"]
+        }
+        members: dict[str, list[int]] = {}
+        for each in found:
+            for group, pids in each.get("processes", {}).items():
+                members.setdefault(group, []).extend(pids)
+        return {
+            pid: max([of_pid.get(other, 0) for other in pids]) for pids in members.values() for pid in pids
+        }
 
     def _sample(self, pid: int, graphs: int = 0) -> Sample:
         process, now = psutil.Process(pid), self.now

@@ -560,7 +560,18 @@ def lawful_round(rng: random.Random, end: Session, kind: type[msg.Message]) -> m
 
 
 def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> msg.Forward:
-    """Up to three prompts of which each may start from what runs or was kept."""
+    """Up to three prompts of which each may start from what runs or was kept; or more of those begun."""
+    if ledger.prompts and rng.random() < 0.5:
+        uids = rng.sample(sorted(ledger.prompts), rng.randint(1, len(ledger.prompts)))
+        begun = [ledger.prompts[uid] for uid in uids]
+        ends = rng.random() < 0.5
+        begun = [(at, total) for at, total in begun if ends or total - at > 1]
+        uids = [uid for uid in uids if ends or ledger.prompts[uid] in begun]
+        counts = tuple(total - at if ends else 1 for at, total in begun)
+        parts = tuple(msg.PromptPart(total) for _, total in begun)
+        offsets = tuple(at for at, _ in begun)
+        if uids:
+            return msg.Forward(tuple(uids), offsets, counts, (5,) * sum(counts), prompts=parts)
     free = ledger.running | ledger.kept
     uids, totals, offsets, sources, takes = [], [], [], [], []
     for uid in range(ledger.last_uid + 1, ledger.last_uid + 1 + rng.randint(1, 3)):

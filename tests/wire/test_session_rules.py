@@ -61,6 +61,14 @@ def prompt(uid: int, offset: int, total: int, count: int) -> msg.Forward:
     return of_prompt(uid, offset, total, (5,) * count)
 
 
+def parts(*prompts: tuple[int, int, int, int], save: int = 0, source: int = 0) -> msg.Forward:
+    """Of each prompt: uid, offset, total, count. The first is saved, the last has a source."""
+    uids, offsets, totals, counts = zip(*prompts, strict=True)
+    own = [msg.PromptPart(total) for total in totals]
+    own[0], own[-1] = replace(own[0], save=save), replace(own[-1], source=source)
+    return msg.Forward(uids, offsets, counts, (5,) * sum(counts), prompts=tuple(own))
+
+
 def ack(seq: int) -> msg.Ack:
     return msg.Ack(seq, 1, 1, 0)
 
@@ -87,6 +95,7 @@ COMMANDS = (msg.SanityCheck(), msg.Unload(), TIME, msg.Shutdown())
 # FIRST; without tokens on a pipe. It has the code of its last message, which is wrong; those before are not.
 FIRST = 6
 
+BEGUN = parts((2, 0, 9, 2), (3, 0, 9, 2))
 COPY = of_prompt(2, 0, 9, (5, 5), save=3)
 FETCH, FETCHED = msg.FetchBlocks(2, 2, DIGEST), msg.FetchedBlocks(2, 1)
 DECODE_CASES: Cases = {
@@ -98,6 +107,11 @@ DECODE_CASES: Cases = {
     "a chunk twice": (ORDER, prompt(2, 0, 9, 2), prompt(2, 0, 9, 2)),
     "another total": (ORDER, prompt(2, 0, 9, 2), prompt(2, 2, 8, 1)),
     "past the total": (FIELD, prompt(2, 0, 3, 2), prompt(2, 2, 3, 2)),
+    "one prompt that ends and one that does not": (FIELD, parts((2, 0, 2, 2), (3, 0, 9, 2))),
+    "one that does not and one that ends": (FIELD, parts((2, 0, 9, 2), (3, 0, 2, 2))),
+    "a prompt twice in a forward": (UID, parts((2, 0, 9, 2), (2, 2, 9, 2))),
+    "a gap in a prompt beside others": (ORDER, BEGUN, parts((2, 2, 9, 7), (3, 3, 9, 6))),
+    "a copy of the same forward for a source": (UID, parts((2, 0, 9, 2), (3, 2, 9, 2), save=4, source=4)),
     "a step for a stranger": (UID, step(1, 2)),
     "a step for half a prompt": (UID, prompt(2, 0, 9, 2), step(2)),
     "a step for a stopped uid": (UID, stop(1), step(1)),

@@ -50,8 +50,10 @@ _OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be jo
 
 def words_of(caches: CacheCapabilities) -> CacheWords:
     name, why = next((words for kind, words in _NAMES.items() if kind in caches.kinds), _OTHERS)
-    if "ArraysCache" in caches.kinds and caches.rolls_back:
-        name, why = name + _FED_AGAIN[0] + ("" if caches.joint else ", prompts apart"), _FED_AGAIN[1]
+    if "ArraysCache" in caches.kinds:
+        if caches.rolls_back:
+            name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
+        name += "" if caches.joint else ", prompts apart"
     if caches.truncatable and not caches.rolls_back:
         name, why = _SEVERAL if caches.batched else (name, "its attention takes no masks by row")
     can = {

@@ -13,7 +13,7 @@ from mlxtp.engine.runner import Runner
 from mlxtp.wire.messages import Forward, PromptPart
 
 from ..reference import reference
-from .described_models import recorded
+from .described_models import config_of, recorded
 from .families import OWN
 from .mtp_heads import add_head
 from .small_models import remember, write_model
@@ -22,7 +22,8 @@ from .test_recurrent import SIZES
 from .test_runner import runner_of, step, tokens_of
 
 USUAL = ("deepseek_v32", "gpt_oss", "jamba", "nemotron_h", "qwen3_5")
-SIZED = {**SIZES, **OWN}
+DESCRIBED = {name: config_of(name) for name in ("gemma3n", "mamba2", "plamo3", "spark2_5")}
+SIZED = {**SIZES, **OWN, **DESCRIBED}
 OTHERS = sorted(
     {
         each["family"]
@@ -39,10 +40,11 @@ Prompts = Mapping[int, tuple[int, ...]]
 
 
 def folder_of(path: Path, family: str) -> Path:
-    fields = {**SIZED[family], "eos_token_id": []}
+    fields = {**SIZED[family], "model_type": family, "eos_token_id": []}
+    fields.pop("dtype", None)
     if "layer_types" in fields:
         fields["num_hidden_layers"] = len(fields["layer_types"])
-    return remember(write_model(path / family, model_type=family, attentive=True, **fields))
+    return remember(write_model(path / family, attentive=True, **fields))
 
 
 def joint(

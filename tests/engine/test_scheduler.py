@@ -787,6 +787,37 @@ def test_a_prompt_does_not_wait_for_one_of(
     assert sketch(simulation.frames) == "P1 P2"
 
 
+def test_a_copy_that_prompts_start_from_together_is_evicted_behind_them() -> None:
+    """So many copies of their own take its place."""
+    simulation = Simulation(whole=True, together=4096, prefill_chunk=4096)
+    simulation.add(LONG, 1)
+    simulation.drain()
+    before = len(simulation.frames)
+    for number in range(9):
+        simulation.add((*LONG[:-1], *range(1000 * number, 1000 * number + 40)), 2)
+    simulation.drain()
+    together, evicted = simulation.frames[before : before + 2]
+    assert isinstance(together, Forward)
+    assert isinstance(evicted, Evict)
+    (source,) = {part.source for part in together.prompts}
+    assert len(together.rows) == 9
+    assert together.unfinished
+    assert source in evicted.uids
+
+
+@pytest.mark.parametrize(("length", "rows"), [(8000, 2), (9000, 1)])
+def test_long_copies_are_not_joined(length: int, rows: int) -> None:
+    """That would take longer than what it saves."""
+    simulation = Simulation(whole=True, together=256, prefill_chunk=16384)
+    simulation.add((*range(length), 1), 1)
+    simulation.drain()
+    before = len(simulation.frames)
+    simulation.add((*range(length), 2), 1)
+    simulation.add((*range(length), 3), 1)
+    simulation.drain()
+    assert max(len(frame.rows) for frame in simulation.frames[before:] if isinstance(frame, Forward)) == rows
+
+
 def test_where_no_caches_are_kept_each_prompt_is_computed_whole() -> None:
     simulation = Simulation(prefill_chunk=64)
     simulation.add((*LONG, 1001), 3)

@@ -325,7 +325,11 @@ def test_a_model_of_unknown_sizes_is_whole_on_one_rank() -> None:
             "recurrent states, fed again, prompts apart",
             "several prompts in one forward, quantized KV",
         ),
-        ("plamo2", "recurrent states", "drafts, forced tokens, several prompts in one forward, quantized KV"),
+        (
+            "plamo2",
+            "recurrent states, prompts apart",
+            "drafts, forced tokens, several prompts in one forward, quantized KV",
+        ),
         (
             "llama4",
             "chunks of tokens",

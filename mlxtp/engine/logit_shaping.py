@@ -173,10 +173,13 @@ class Shaper:
         self._ids = mx.arange(vocabulary, dtype=mx.int32)
         self._ends = np.zeros(vocabulary, dtype=bool)
         self._ends[[token for token in eos if token < vocabulary]] = True
-        self._bias = np.zeros(vocabulary, dtype=np.float32)
-        for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
-            if token < vocabulary:
-                self._bias[token] += value
+        self._bias: mx.array | None = None
+        if shaping.bias_tokens:
+            bias = np.zeros(vocabulary, dtype=np.float32)
+            for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
+                if token < vocabulary:
+                    bias[token] += value
+            self._bias = mx.array(bias)
         #: Tokens of prompt and answer, bool [V]; None where no penalty needs them.
         self._seen: mx.array | None = None
         #: Occurrences of each token in the answer, float32 [V]; None where no penalty needs them.
@@ -212,8 +215,8 @@ class Shaper:
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
-        if shaping.bias_tokens:
-            logits = logits + mx.array(self._bias)
+        if self._bias is not None:
+            logits = logits + self._bias
         between = self._between(ahead)
         if self._seen is not None:
             seen = self._seen if between is None else self._seen | (between > 0)

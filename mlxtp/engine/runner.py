@@ -280,7 +280,7 @@ class Runner:
         tokens, given = self._inputs.feed(frame, width, self.forwards)
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
-        greedy = frame.exchange == "winners" and self._vocabulary.chooses
+        greedy = not frame.gathered and self._vocabulary.chooses
         drafts = frame.drafts if self._vocabulary.chooses else 0
         if drafts > 0 and self._model.head is None:
             raise GroupError("a step with drafts, but this rank has no MTP head", Code.DESYNC)
@@ -294,8 +294,6 @@ class Runner:
                 embeddings = self._model.embedded(chosen) if embeddings is None else embeddings
                 pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
-            if greedy and frame.agreement == "broadcast":
-                chosen, embeddings = self._chooser.group.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
             outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
             self._inputs.chose(outcome, embeddings)
@@ -303,13 +301,13 @@ class Runner:
 
         if greedy:
             return end(found[0], found[1], {})
-        logits = self._vocabulary.gather(found[0])
+        logits, choose = self._gather(found[0], frame, widths, tuple([place + 1 for place in at]))
         try:
             if known is not None:
                 mx.async_eval(logits, *self._batch.arrays())
                 known()
         finally:  # even if `known` raises, because the other ranks wait for the choice
-            chosen, scores = self._draw(logits, rows, widths, mx.array(at, dtype=mx.int32) + 1, frame)
+            chosen, scores = choose()
             outcome = end(chosen, None, scores)
         return outcome
 
@@ -437,13 +435,11 @@ class Runner:
         scores: Scores = {}
         embeddings: mx.array | None = None
         proposed: list[mx.array] = []
-        if frame.exchange == "winners" and self._vocabulary.chooses:
+        if not frame.gathered and self._vocabulary.chooses:
             tokens, embeddings = self._vocabulary.winners(local)
-            if frame.agreement == "broadcast":
-                tokens, embeddings = self._chooser.group.agree(tokens), None
         else:
-            at = mx.array([prompt.total for prompt in frame.prompts], dtype=mx.int32)
-            tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
+            at = tuple([prompt.total for prompt in frame.prompts])
+            tokens, scores = self._gather(local, frame, widths, at)[1]()
         if self._model.head is not None:
             embeddings = self._model.embedded(tokens) if embeddings is None else embeddings
             found = remember(embeddings)
@@ -454,14 +450,35 @@ class Runner:
         self._inputs.joined(outcome, embeddings)
         return outcome
 
-    def _draw(
-        self, logits: mx.array, rows: tuple[int, ...], widths: tuple[int, ...], at: mx.array, frame: Forward
-    ) -> tuple[mx.array, Scores]:
-        if not self._vocabulary.chooses:
-            return nothing_chosen(len(rows), max(widths), [self.border.hand_on(logits, self.forwards)]), {}
-        samplings = tuple(self._samplings[uid] for uid in rows)
-        broadcast = frame.agreement == "broadcast"
-        return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
+    def _gather(
+        self, local: mx.array, frame: Forward, widths: tuple[int, ...], at: tuple[int, ...]
+    ) -> tuple[mx.array, Callable[[], tuple[mx.array, Scores]]]:
+        """Exchange what the frame says. Return the logits of its gathered rows, and a function that chooses
+        from them and returns all rows' tokens, int32 [rows, width]. `at`: positions of the first of them.
+        """
+        rows, gathered, vocabulary = frame.rows, set(frame.gathered), self._vocabulary
+        if not vocabulary.chooses:
+            sent = [self.border.hand_on(local, self.forwards)]
+            return local, lambda: (nothing_chosen(len(rows), max(widths), sent), {})
+        drawn = [row for row, uid in enumerate(rows) if uid in gathered]
+        uids, own = tuple([rows[row] for row in drawn]), tuple([widths[row] for row in drawn])
+        winners: mx.array | None = None
+        if len(drawn) == len(rows):
+            logits = vocabulary.gather(local)
+        else:
+            winners, logits = vocabulary.winners_and_logits(local, drawn, max(own))
+
+        def choose() -> tuple[mx.array, Scores]:
+            samplings = tuple([self._samplings[uid] for uid in uids])
+            first = mx.array([at[row] for row in drawn], dtype=mx.int32)
+            broadcast = frame.agreement == "broadcast"
+            tokens, scores = self._chooser.choose(logits, uids, own, samplings, first, broadcast=broadcast)
+            if winners is None:
+                return tokens, scores
+            winners[mx.array(drawn), : tokens.shape[1]] = tokens
+            return winners, scores
+
+        return logits, choose
 
     def _lengthen(self, frame: Forward, widths: tuple[int, ...]) -> None:
         """Check and update the rows' lengths. Sums would spread a wrong one to all ranks, and hide it."""

@@ -262,7 +262,7 @@ class Scheduler:
             positions=offsets,
             widths=tuple(map(len, spans)),
             tokens=tuple(chain.from_iterable(spans)),
-            exchange=_exchange(group),
+            gathered=_gathered(self._policy.agreement, group),
             agreement=_agreement(self._policy.agreement, group),
             drafts=self.speculation.first(group) if first.prefilled == first.prompt else 0,
             prompts=tuple([part for _, part in chunks]),
@@ -314,7 +314,7 @@ class Scheduler:
             positions=tuple([sequence.progress.position for sequence in running]),
             widths=widths,
             tokens=tokens,
-            exchange=_exchange(running),
+            gathered=_gathered(self._policy.agreement, running),
             agreement=_agreement(self._policy.agreement, running),
             drafts=self.speculation.asked,
         )
@@ -452,10 +452,11 @@ def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:
     running.pop()
 
 
-def _exchange(rows: Sequence[SequenceState]) -> steps.ExchangeKind:
-    return "logits" if any(sequence.exchange == "logits" for sequence in rows) else "winners"
+def _gathered(policy: str, rows: Sequence[SequenceState]) -> tuple[int, ...]:
+    return tuple([row.uid for row in rows if row.gathered or policy == "broadcast"])
 
 
 def _agreement(policy: str, rows: Sequence[SequenceState]) -> steps.Agreement:
-    unlike = policy == "broadcast-draws" and _exchange(rows) == "logits"
-    return "broadcast" if policy == "broadcast" or unlike or any(row.shaped for row in rows) else "verify"
+    told = policy == "broadcast" or any(row.shaped for row in rows)
+    unlike = policy == "broadcast-draws" and any(row.gathered for row in rows)
+    return "broadcast" if told or unlike else "verify"

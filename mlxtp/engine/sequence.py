@@ -12,7 +12,7 @@ from ..admission_counter import MAX_CLIENTS, FairQueue
 from ..wire.messages import PLAIN, Finished, Generate, PrefixDigests
 from .lookup import Lookup
 from .payoff import DraftPolicy, Shares, Source
-from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResult
+from .steps import EndReason, Guide, SampledToken, Score, StepResult
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -95,7 +95,7 @@ class SequenceState:
     turn: int = 0  # number in the FairQueue of clients
     user_turn: int = 0  # number in the client's FairQueue of users
     shaped: bool = field(init=False)  # only rank 0 can choose its tokens
-    exchange: ExchangeKind = field(init=False)
+    gathered: bool = field(init=False)  # a choice of its tokens needs all logits
 
     def __post_init__(self) -> None:
         wants = self.wants
@@ -103,8 +103,7 @@ class SequenceState:
         self.progress.prompt = len(wants.tokens)
         self.generated = self.scheduled = wants.answered
         self.shaped = self.guide is not None or wants.shaping != PLAIN
-        whole = self.shaped or wants.sampling.temperature != 0 or wants.logprobs >= 0
-        self.exchange = "logits" if whole else "winners"
+        self.gathered = self.shaped or wants.sampling.temperature != 0 or wants.logprobs >= 0
 
     @property
     def request(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -261,10 +262,7 @@ class Vocabulary:
 
     def gather(self, local: mx.array) -> mx.array:
         """Combine each rank's [.., share] into [.., size] on all, in vocabulary order, by one collective."""
-        if self.group.size == 1:
-            return local
-        parts = mx.moveaxis(self.group.gather(local), 0, -2)
-        return parts.reshape(*local.shape[:-1], -1)[..., : self.size]
+        return local if self.group.size == 1 else self._joined(self.group.gather(local))
 
     def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
@@ -272,26 +270,48 @@ class Vocabulary:
         Takes each rank's [.., share] and returns the same bits on all ranks, with one collective: the argmax
         of the gathered logits, and the smallest token of equals. NaN counts as -inf.
         """
-        values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
-        index = mx.argmax(values, axis=-1, keepdims=True)
-        best = mx.take_along_axis(values, index, axis=-1)
-        index = index.astype(mx.int32)
-        tokens = (index + self.first)[..., 0]
+        best, index = _best(local)
         if self.embedding is None:
-            return tokens, mx.zeros((*tokens.shape, 0), dtype=local.dtype)
-        embeddings = self.embedding.local(index[..., 0])
+            return index, mx.zeros((*index.shape, 0), dtype=local.dtype)
+        embeddings = self.embedding.local(index)
         if self.group.size == 1:
-            return tokens, embeddings
-        # Join the bits of all three in one array: conversion between their types would change numbers.
-        bits = {2: mx.uint16, 4: mx.uint32}[embeddings.dtype.size]
-        mine = [best.astype(mx.float32).view(bits), tokens[..., None].view(bits), embeddings.view(bits)]
-        offers = self.group.gather(mx.concatenate(mine, axis=-1))
-        word = 4 // embeddings.dtype.size
-        best, ids, rows = mx.split(offers, [word, 2 * word], axis=-1)
-        # The first of equal ranks has the smallest tokens.
-        winner = mx.argmax(best.view(mx.float32), axis=0, keepdims=True)
-        chosen = mx.take_along_axis(ids.view(mx.int32), winner, axis=0)[0, ..., 0]
-        return chosen, mx.take_along_axis(rows, winner, axis=0)[0].view(embeddings.dtype)
+            return index, embeddings
+        best, ids, rows = self._gather(best, index + self.first, embeddings)
+        winner = mx.argmax(best, axis=0, keepdims=True)  # the first of equal ranks has the smallest tokens
+        chosen = mx.take_along_axis(ids, winner, axis=0)[0]
+        return chosen, mx.take_along_axis(rows, winner[..., None], axis=0)[0]
+
+    def winners_and_logits(self, local: mx.array, rows: list[int], width: int) -> tuple[mx.array, mx.array]:
+        """Return the tokens of `winners`, int32 [B, L], and all logits of some rows' first `width` positions,
+        [rows, width, size], of each rank's [B, L, share], with one collective.
+        """
+        (best, index), logits = _best(local), local[mx.array(rows), :width]
+        if self.group.size == 1:
+            return index, logits
+        best, ids, parts = self._gather(best, index + self.first, logits)
+        winner = mx.argmax(best, axis=0, keepdims=True)
+        return mx.take_along_axis(ids, winner, axis=0)[0], self._joined(parts)
+
+    def _joined(self, parts: mx.array) -> mx.array:
+        """Return logits [.., size] of the ranks' shares, [ranks, .., share]."""
+        return mx.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], -1)[..., : self.size]
+
+    def _gather(self, *arrays: mx.array) -> list[mx.array]:
+        """Gather arrays of several types with one collective, each [..] as [ranks, ..]."""
+        # Join their bits, because conversion between their types would change numbers.
+        bits = mx.uint16 if any(each.dtype.size == 2 for each in arrays) else mx.uint32
+        words = [each.reshape(-1).view(bits) for each in arrays]
+        ends = list(accumulate(each.size for each in words))[:-1]
+        found = mx.split(self.group.gather(mx.concatenate(words)), ends, axis=1)
+        return [part.view(a.dtype).reshape(-1, *a.shape) for part, a in zip(found, arrays, strict=True)]
+
+
+def _best(local: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the largest logit of each row, float32 [..], and its place, int32 [..]."""
+    values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
+    index = mx.argmax(values, axis=-1, keepdims=True)
+    best = mx.take_along_axis(values, index, axis=-1).astype(mx.float32)
+    return best[..., 0], index[..., 0].astype(mx.int32)
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:

@@ -12,7 +12,6 @@ from ..wire.messages import Arrange, Error, Evict, FetchBlocks, Finished, Forwar
 EndReason = Literal["stop", "length", "cancel"]
 StopReason = Literal["stop", "length", "cancel", "preempt", "error"]
 Agreement = Literal["verify", "broadcast"]
-ExchangeKind = Literal["winners", "logits"]
 DraftKind = Literal["auto", "off", "lookup", "mtp", "draft"]
 
 #: Frames that change sequences or KV caches and run no forward.

@@ -221,16 +221,16 @@ class Forward(Message, number=0x08, sparse=True):
     rows of one lane. A decode step chooses a token after each of its input tokens. `prompts` is empty in a
     decode step; else it has a part for each row, and either all parts end their prompts or none does.
 
-    With `exchange` "winners", every row is greedy, and ranks exchange only the best token of their share of
-    the vocabulary. With `agreement` "verify", every rank samples, and rank 0 compares digests; with
-    "broadcast", rank 0's choice is summed into every rank's graph.
+    For rows that are not `gathered`, ranks exchange only the best token of their share of the vocabulary.
+    With `agreement` "verify", every rank chooses for the others, and rank 0 compares digests; with
+    "broadcast", rank 0's choice for them is summed into every rank's graph.
     """
 
     rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
     positions: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_ROWS))  #: tokens of KV cache before it
     widths: tuple[int, ...] = _f(integers(0, MAX_FRAME_TOKENS, 0, MAX_ROWS), default=())  #: by row
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
-    exchange: str = _f(choice("winners", "logits"), default="winners")
+    gathered: tuple[int, ...] = _f(_uids, default=())  #: rows whose logits every rank gets
     agreement: str = _f(choice("verify", "broadcast"), default="verify")
     drafts: int = _f(integer(RESTS, MAX_DRAFTS), default=0)  #: for each row; -1: the MTP head gets no entries
     prompts: tuple[PromptPart, ...] = _f(records(PromptPart, 0, MAX_PROMPTS), default=())

@@ -128,6 +128,11 @@ def assert_of_one_mind(group: Group, model: str) -> None:
         logits = steps_of(group, rank, model, "logits")
         for step, tokens in enumerate(steps_of(group, rank, model, "tokens")):
             assert (tokens == logits[step][:, -1].argmax(axis=-1)).all()
+        for whole, tokens, some in zip(
+            logits, steps_of(group, rank, model, "greedy"), steps_of(group, rank, model, "some"), strict=True
+        ):
+            assert (tokens == whole.argmax(axis=-1)).all()
+            assert (some == whole[1:, :2]).all()
         for brought, found in zip(
             steps_of(group, rank, model, "embeddings"), steps_of(group, rank, model, "looked-up"), strict=True
         ):
@@ -188,10 +193,10 @@ def test_the_vocabulary_lies_in_equal_runs_on_the_ranks(two: Group, four: Group)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-bf16", "qwen2-4bit", "deepseek_v3-8bit"])
-def test_one_collective_embeds_one_chooses_and_one_gathers(two: Group, model: str) -> None:
+def test_one_collective_embeds_one_chooses_one_gathers_and_one_does_both(two: Group, model: str) -> None:
     """Two for each of the two layers; embeddings that are given save theirs."""
     for facts in two.facts:
-        assert facts[model]["collectives"] == [[5, 1, 1], [4, 1, 1], [5, 1, 1], [4, 1, 1]]
+        assert facts[model]["collectives"] == [[5, 1, 1, 1], [4, 1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_one_collective_embeds_one_chooses_and_one_gathers(two: Group, model: st
 )
 def test_an_mlp_that_is_whole_on_each_rank_needs_no_sum(two: Group, model: str, sums: int) -> None:
     for facts in two.facts:
-        assert facts[model]["collectives"][0] == [sums, 1, 1]
+        assert facts[model]["collectives"][0] == [sums, 1, 1, 1]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2-4bit", "llama-bf16"])
@@ -209,14 +214,17 @@ def test_what_is_hard_to_choose_from(two: Group, model: str) -> None:
     size = two.facts[0][model]["vocabulary"][0]
     rows = np.array(hard_rows(size))
     np.testing.assert_array_equal(arrays[f"{model}/hard-logits"], rows)
+    np.testing.assert_array_equal(arrays[f"{model}/hard-some"][:, 0], rows[1::2])
     expected = [1, 0, size - 1, size - 2, 0, size // 2 - 1]
     assert arrays[f"{model}/hard-tokens"].tolist() == expected
+    assert arrays[f"{model}/hard-mixed"][:, 0].tolist() == expected
     assert np.where(np.isnan(rows), -np.inf, rows).argmax(axis=-1).tolist() == expected
 
 
 def test_equals_on_four_ranks(four: Group) -> None:
-    assert four.arrays[3]["four/hard-tokens"].tolist() == [1, 0, 508, 507, 0, 253]
-    assert four.arrays[3]["five/hard-tokens"].tolist() == [1, 0, 4, 3, 0, 1]
+    for model, expected in {"four": [1, 0, 508, 507, 0, 253], "five": [1, 0, 4, 3, 0, 1]}.items():
+        for how in ("tokens", "mixed"):
+            assert four.arrays[3][f"{model}/hard-{how}"].flatten().tolist() == expected
 
 
 # --- loading ----------------------------------------------------------------------------------------------

@@ -65,6 +65,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
+GATHERED: dict[str, dict[str, Any]] = {"winners": {}, "logits": {"gathered": (1,)}}
+"""Fields of a forward of row 1."""
+
+
 def loaded_from(folder: Path) -> ModelShare:
     return load(folder, LoneGroup(), lambda: None, (), read_head)
 
@@ -145,7 +149,7 @@ def plain(text: Sequence[int], widths: tuple[int, ...] = (), fed: Sequence[int] 
 def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchange: str) -> None:
     """A prompt in chunks, steps with drafts and without, right and wrong ones: no entry is missing."""
     folder = folders(family)
-    runner, how = runner_of(folder), {"exchange": exchange}
+    runner, how = runner_of(folder), GATHERED[exchange]
     runner.run(of_prompt(1, 0, 21, OTHER[:9], following=OTHER[9]))
     chosen = runner.run(of_prompt(1, 9, 21, OTHER[9:], drafts=1, **how))
     assert chosen.drafts is not None
@@ -161,10 +165,11 @@ def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchan
             proposals = [proposals[0], 499, 498]
 
 
-def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
-    folder = folders("llama")
+@pytest.mark.parametrize("gathered", [(), (2,), (1, 2)])
+def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any, gathered: tuple[int, ...]) -> None:
+    folder, how = folders("llama"), {"gathered": gathered}
     runner = runner_of(folder)
-    chosen = runner.run(of_prompts((1, 2), (8, 21), (0, 0), (*PROMPT, *OTHER), drafts=1))
+    chosen = runner.run(of_prompts((1, 2), (8, 21), (0, 0), (*PROMPT, *OTHER), drafts=1, **how))
     texts = [
         [*prompt, token] for prompt, (token,) in zip((PROMPT, OTHER), chosen.tokens.tolist(), strict=True)
     ]
@@ -176,7 +181,7 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
             runner.arrange((64, 64))
         feed_all = [[text[-1], *feed] for text, feed in zip(texts, feeds, strict=True)]
         at, fed_all = tuple(len(text) - 1 for text in texts), tuple(chain(*feed_all))
-        chosen = runner.run(Forward((1, 2), at, tuple(map(len, feed_all)), fed_all, drafts=2))
+        chosen = runner.run(Forward((1, 2), at, tuple(map(len, feed_all)), fed_all, drafts=2, **how))
         assert chosen.drafts is not None
         for text, feed, row in zip(texts, feeds, chosen.tokens.tolist(), strict=True):
             text.extend(row[: right(feed, row) + 1])
@@ -190,7 +195,7 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
 @pytest.mark.parametrize("exchange", ["winners", "logits"])
 def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> None:
     """More of them than the head gets together."""
-    folder, how = folders("llama"), {"exchange": exchange}
+    folder, how = folders("llama"), GATHERED[exchange]
     runner = runner_of(folder)
     text = begun(runner, **how)
     for _ in range(BEHIND + 5):
@@ -202,7 +207,7 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
 @pytest.mark.parametrize("exchange", ["winners", "logits"])
 def test_a_token_is_embedded_once(folders: Any, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the head and the next step alike: on several ranks, each time takes a sum of all of them."""
-    runner, how = runner_of(folders("llama")), {"exchange": exchange}
+    runner, how = runner_of(folders("llama")), GATHERED[exchange]
     text = begun(runner, **how)
     text.append(runner.run(plain(text, **how)).tokens.item())  # traced
     embedded: list[mx.array] = []
@@ -216,7 +221,7 @@ def test_a_token_is_embedded_once(folders: Any, exchange: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("exchange", ["winners", "logits"])
 def test_a_head_that_rests_gets_no_entries_and_changes_no_token(folders: Any, exchange: str) -> None:
-    folder, how = folders("llama"), {"exchange": exchange}
+    folder, how = folders("llama"), GATHERED[exchange]
     runs = []
     for rests in (False, True):
         runner = runner_of(folder)

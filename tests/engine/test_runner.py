@@ -30,6 +30,7 @@ from .tables import refused
 
 PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
 OTHER = (70, 80, 90, 100, 110)
+Prompts = dict[int, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +201,11 @@ def test_the_last_row_takes_the_place_of_one_that_leaves(folder: Path, runner: R
 
 def test_draws_go_by_seed_and_position(runner: Runner) -> None:
     sampling = Sampling(temperature=20.0, seed=3)
-    logits = {"exchange": "logits", "sampling": sampling}
+    logits = {"sampling": sampling}
 
     def said(uid: int, **fields: Any) -> list[int]:
-        first = prefill(runner, uid, PROMPT, **logits, **fields)
-        more = [step(runner, {uid: 8 + i}, exchange="logits")[0][0] for i in range(5)]
+        first = prefill(runner, uid, PROMPT, **logits, **fields, gathered=(uid,))
+        more = [step(runner, {uid: 8 + i}, gathered=(uid,))[0][0] for i in range(5)]
         runner.stop(uid, 0)
         return [first, *more]
 
@@ -213,6 +214,68 @@ def test_draws_go_by_seed_and_position(runner: Runner) -> None:
     assert said(3, agreement="broadcast") == once
     logits["sampling"] = replace(sampling, seed=4)
     assert said(4) != once
+
+
+DRAWN = (1, 3)
+SEEDED = {uid: Sampling(temperature=20.0, seed=uid) for uid in DRAWN}
+FED = ((), (3, 0, 2), (1, 5, 1), (2, 1, 4), ())
+"""Tokens of each row in one step after another; the next step rolls back all but one."""
+
+
+def fed_by(widths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(100 * row + at for row, width in enumerate(widths, 1) for at in range(width))
+
+
+def said_by(runner: Runner, uids: Sequence[int], drawn: Sequence[int], prompts: Prompts) -> dict[int, Any]:
+    """What rows say that begin together, where `drawn` ones draw and the others are greedy."""
+    gathered, own = tuple(uid for uid in uids if uid in drawn), [prompts[uid] for uid in uids]
+    draws = [SEEDED.get(uid, Sampling()) if uid in drawn else Sampling() for uid in uids]
+    frame = of_prompts(
+        tuple(uids), [*map(len, own)], (0,) * len(uids), sum(own, ()), samplings=draws, gathered=gathered
+    )
+    said = {uid: [row] for uid, row in zip(uids, tokens_of(runner.run(frame)), strict=True)}
+    for number, widths in enumerate(FED):
+        all_fed = fed_by(widths)
+        starts = [sum(widths[:row]) for row in range(len(widths))]
+        rows = [(widths[uid - 1], starts[uid - 1]) for uid in uids] if widths else []
+        fed = tuple(token for width, start in rows for token in all_fed[start : start + width])
+        at = {uid: len(prompts[uid]) + number for uid in uids}
+        found = step(runner, at, widths=tuple(width for width, _ in rows), tokens=fed, gathered=gathered)
+        for uid, row in zip(uids, found, strict=True):
+            said[uid].append(row)
+    return said
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("drawn", [(), (1,), (3,), (1, 3)])
+def test_drawn_and_greedy_rows_say_together_what_they_say_alone(
+    folder: Path, drawn: tuple[int, ...], apart: bool
+) -> None:
+    """In one forward, whatever the numbers of tokens; `apart`: their caches are of unlike sizes."""
+    prompts = {1: PROMPT, 2: OTHER * (20 if apart else 1), 3: (60, 61, 62)}
+    together = said_by(runner_of(folder), (1, 2, 3), drawn, prompts)
+    for uid in prompts:
+        assert said_by(runner_of(folder), (uid,), drawn, prompts)[uid] == together[uid]
+
+
+def test_only_the_logits_that_a_choice_needs_are_gathered(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that draw, and no more of their positions than the longest of them has."""
+    begun(runner, PROMPT, OTHER, PROMPT)
+    shapes, choose = list[Any](), Chooser.choose
+
+    def note(chooser: Chooser, logits: mx.array, rows: Any, widths: Any, *more: Any, **how: Any) -> Any:
+        shapes.append((logits.shape, rows, widths))
+        return choose(chooser, logits, rows, widths, *more, **how)
+
+    monkeypatch.setattr(Chooser, "choose", note)
+    at = {1: 8, 2: 5, 3: 8}
+    step(runner, at)
+    step(runner, {uid: place + 1 for uid, place in at.items()}, gathered=(2,))
+    places = {uid: place + 2 for uid, place in at.items()}
+    step(runner, places, widths=(2, 1, 5), tokens=(7,) * 8, gathered=(1, 2))
+    assert shapes == [((1, 1, 512), (2,), (1,)), ((2, 2, 512), (1, 2), (2, 1))]
 
 
 # --- what is kept -----------------------------------------------------------------------------------------

@@ -245,37 +245,59 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
 GREEDY: dict[str, Any] = {}
 WARM, SHAPED = {"sampling": Sampling(0.7)}, {"shaping": Shaping(presence_penalty=1.0)}
 GUIDED, SCORED = {"guide": FakeGuide((5,) * 9)}, {"logprobs": 0}
-OWN, ALL, TOLD = ("winners", "verify"), ("logits", "verify"), ("logits", "broadcast")
+OWN = ((), "verify")
+
+
+def checked(*uids: int) -> tuple[tuple[int, ...], str]:
+    return uids, "verify"
+
+
+def told(*uids: int) -> tuple[tuple[int, ...], str]:
+    return uids, "broadcast"
 
 
 @cases(
     "wants, agreement, expected",
     {
         "greedy rows exchange winners and check each other": ([GREEDY], "auto", [OWN] * 2),
-        "one row that draws brings all logits to all": ([GREEDY, WARM], "auto", [OWN, ALL, ALL]),
-        "and so does one with scores": ([GREEDY, SCORED], "auto", [OWN, ALL, ALL]),
-        "what rank 0 alone can choose it says to all": ([GREEDY, SHAPED], "auto", [OWN, TOLD, TOLD]),
-        "as for a grammar": ([GREEDY, GUIDED], "auto", [OWN, TOLD, TOLD]),
-        "ordered": ([GREEDY], "broadcast", [("winners", "broadcast")] * 2),
-        "ordered, where rank 0 alone can choose": ([SHAPED], "verify", [TOLD] * 2),
+        "a row that draws brings its own logits to all": (
+            [GREEDY, WARM],
+            "auto",
+            [OWN, checked(2), checked(2)],
+        ),
+        "and so does one with scores": ([SCORED, GREEDY], "auto", [checked(1), OWN, checked(1)]),
+        "and each of several": (
+            [WARM, GREEDY, SCORED],
+            "auto",
+            [checked(1), OWN, checked(3), checked(1, 3)],
+        ),
+        "what rank 0 alone can choose it says to all": ([GREEDY, SHAPED], "auto", [OWN, told(2), told(2)]),
+        "as for a grammar": ([GREEDY, GUIDED], "auto", [OWN, told(2), told(2)]),
+        "and what is drawn beside it": (
+            [WARM, GREEDY, SHAPED],
+            "auto",
+            [checked(1), OWN, told(3), told(1, 3)],
+        ),
+        "ordered": ([GREEDY, GREEDY], "broadcast", [told(1), told(2), told(1, 2)]),
+        "ordered, where rank 0 alone can choose": ([SHAPED], "verify", [told(1)] * 2),
         "ordered for draws, which greedy rows have not": ([GREEDY], "broadcast-draws", [OWN] * 2),
-        "ordered for draws": ([WARM], "broadcast-draws", [TOLD] * 2),
+        "ordered for draws": ([WARM, GREEDY], "broadcast-draws", [told(1), OWN, told(1)]),
     },
 )
 def test_exchange_and_agreement_of_rows_that_run_together(
-    wants: Sequence[dict[str, Any]], agreement: Any, expected: list[tuple[str, str]]
+    wants: Sequence[dict[str, Any]], agreement: Any, expected: list[tuple[tuple[int, ...], str]]
 ) -> None:
     scheduler = Scheduler(Policy(frozenset(), together=0, agreement=agreement))
     for uid, want in enumerate(wants, 1):
-        told = {name: value for name, value in want.items() if name != "guide"}
-        scheduler.add(Generate(uid, (5,), 9, **told), want.get("guide"))
+        fields = {name: value for name, value in want.items() if name != "guide"}
+        scheduler.add(Generate(uid, (5,), 9, **fields), want.get("guide"))
     moves = []
     for _ in range(len(wants) + 1):
         moves.append(next_frame(scheduler))
         if reads_prompts(moves[-1]):
             scheduler.record((5,))
     assert is_step(moves[-1])
-    assert [(move.exchange, move.agreement) for move in moves if isinstance(move, Forward)] == expected
+    assert [(move.gathered, move.agreement) for move in moves if isinstance(move, Forward)] == expected
 
 
 # --- several requests -------------------------------------------------------------------------------------

@@ -267,6 +267,9 @@ def test_one_alone_chooses_and_gathers_without_anybody(tmp_path: Path) -> None:
     assert tokens.tolist() == [1, 0, 508, 507, 0, 253]
     assert vocabulary.embedding is not None
     assert mx.array_equal(embeddings, vocabulary.embedding(tokens))
+    mixed, some = vocabulary.winners_and_logits(rows[:, None], [5, 0], 1)
+    assert mixed[:, 0].tolist() == tokens.tolist()
+    assert mx.array_equal(some[:, 0], rows[mx.array([5, 0])])
 
 
 # --- models that are built otherwise ----------------------------------------------------------------------

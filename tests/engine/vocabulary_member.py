@@ -45,7 +45,11 @@ def run(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         tokens, embeddings = vocabulary.winners(local[:, -1])
         winners, before = counter.count - before, counter.count
         full = vocabulary.gather(local)
-        collectives.append([forward, winners, counter.count - before])
+        gathered, before = counter.count - before, counter.count
+        greedy, some = vocabulary.winners_and_logits(local, [1], 2)
+        collectives.append([forward, winners, gathered, counter.count - before])
+        arrays[f"greedy-{step}"] = greedy
+        arrays[f"some-{step}"] = some.astype(mx.float32)
         arrays[f"logits-{step}"] = full.astype(mx.float32)
         arrays[f"tokens-{step}"] = tokens
         arrays[f"embeddings-{step}"] = bits(embeddings)
@@ -56,6 +60,9 @@ def run(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         x, given = tokens[:, None], embeddings[:, None] if step % 2 == 0 else None
     ties, broken = vocabulary.winners(hard(vocabulary))[0], vocabulary.gather(hard(vocabulary))
     arrays |= {"hard-tokens": ties, "hard-logits": broken}
+    rows = list(range(len(ties)))[1::2]
+    mixed, some = vocabulary.winners_and_logits(hard(vocabulary)[:, None], rows, 1)
+    arrays |= {"hard-mixed": mixed, "hard-some": some}
     facts = {
         "collectives": collectives,
         "weight_bytes": loaded.weight_bytes,

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from mlxtp.wire.messages import Forward, PromptPart, Sampling
 
-_OF_FORWARD = ("exchange", "agreement", "drafts")
+_OF_FORWARD = ("gathered", "agreement", "drafts")
 
 
 def of_prompt(uid: int, offset: int, total: int, tokens: tuple[int, ...], **fields: Any) -> Forward:

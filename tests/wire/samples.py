@@ -249,7 +249,6 @@ _seconds = st.floats(0.0, 1e9)
 _token = st.integers(0, 2**31 - 1)
 _token_lists = _ints(0, 2**31 - 1, 1, 40)
 _agreement = st.sampled_from(("verify", "broadcast"))
-_exchange = st.sampled_from(("winners", "logits"))
 _proof = st.binary(max_size=32)
 _text = st.text(_printable, max_size=100)
 _raw = st.text(st.characters(codec="utf-8"), max_size=100)
@@ -348,7 +347,7 @@ _STRATEGIES: dict[type[msg.Message], st.SearchStrategy[msg.Message]] = {
         _ints(0, msg.MAX_CONTEXT, 1, 40),
         _ints(0, msg.MAX_FRAME_TOKENS, 0, 40),
         _ints(0, 2**31 - 1, 0, 40),
-        _exchange,
+        _ints(1, msg.U32, 0, 40),
         _agreement,
         st.integers(msg.RESTS, msg.MAX_DRAFTS),
         st.lists(

@@ -87,9 +87,7 @@ def test_the_longest_request_fits_a_frame() -> None:
 
 def test_the_widest_step_fits_a_frame() -> None:
     rows, width = tuple(range(1, msg.MAX_ROWS + 1)), msg.MAX_WIDTH
-    message = msg.Forward(
-        rows, rows, (width,) * msg.MAX_ROWS, (2**31 - 1,) * (msg.MAX_ROWS * width), "logits"
-    )
+    message = msg.Forward(rows, rows, (width,) * msg.MAX_ROWS, (2**31 - 1,) * (msg.MAX_ROWS * width), rows)
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
@@ -172,7 +170,7 @@ def test_a_value_that_no_peer_would_take_is_not_sent(message: msg.Message) -> No
         msg.Forward((1,), ()),
         msg.Forward((1,), (-1,)),
         msg.Forward((1,), (2,), (msg.MAX_FRAME_TOKENS + 1,)),
-        msg.Forward((1,), (2,), exchange="losers"),
+        msg.Forward((1,), (2,), gathered=(0,)),
         msg.Forward((1,), (2,), agreement="auto"),
         msg.Ack(-1, 0, 0, 0),
         msg.Ack(True, 0, 0, 0),
@@ -411,7 +409,7 @@ def test_a_plain_step_sends_nothing_that_every_step_has() -> None:
     step = msg.Forward((3, 1), (40, 7))
     [*_, body] = msgpack.unpackb(encode(step, 1, 1)[4:])
     assert body.keys() == {"rows", "positions"}
-    whole = body | {"widths": b"", "tokens": b"", "exchange": "winners", "agreement": "verify", "drafts": 0}
+    whole = body | {"widths": b"", "tokens": b"", "gathered": b"", "agreement": "verify", "drafts": 0}
     for told in (body, whole, whole | {"prompts": []}):
         [frame] = read_all(open_decoder(), framed(msgpack.packb([step.TYPE, 1, 1, told])))
         assert frame.message == step

@@ -38,6 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "llama")
 
 
+@pytest.fixture(scope="module")
+def attentive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose choices depend on all that was said, and at a temperature of 1 on chance, too."""
+    folder = tmp_path_factory.mktemp("models") / "attentive"
+    return write_model(folder, attentive=True, tie_word_embeddings=False)
+
+
 def runner_of(folder: Path, *, compiled: bool = True) -> Runner:
     group = LoneGroup()
     loaded = load(folder, group, lambda: None)
@@ -216,8 +223,18 @@ def test_draws_go_by_seed_and_position(runner: Runner) -> None:
     assert said(4) != once
 
 
+def test_a_draw_depends_on_what_was_said_and_not_on_how_it_was_computed(attentive: Path) -> None:
+    """Row 1 draws in steps with a greedy row, others as prompts of the same text."""
+    runner, draws = runner_of(attentive), cast("Any", {"sampling": Sampling(temperature=1.0, seed=3)})
+    said = [prefill(runner, 1, PROMPT, **draws, gathered=(1,))]
+    prefill(runner, 2, OTHER)
+    said += [step(runner, {1: 8 + i, 2: 5 + i}, gathered=(1,))[0][0] for i in range(8)]
+    for i, token in enumerate(said):
+        assert prefill(runner, 3 + i, (*PROMPT, *said[:i]), **draws, gathered=(3 + i,)) == token
+
+
 DRAWN = (1, 3)
-SEEDED = {uid: Sampling(temperature=20.0, seed=uid) for uid in DRAWN}
+SEEDED = {uid: Sampling(temperature=1.0, seed=uid) for uid in DRAWN}
 FED = ((), (3, 0, 2), (1, 5, 1), (2, 1, 4), ())
 """Tokens of each row in one step after another; the next step rolls back all but one."""
 
@@ -249,13 +266,13 @@ def said_by(runner: Runner, uids: Sequence[int], drawn: Sequence[int], prompts: 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("drawn", [(), (1,), (3,), (1, 3)])
 def test_drawn_and_greedy_rows_say_together_what_they_say_alone(
-    folder: Path, drawn: tuple[int, ...], apart: bool
+    attentive: Path, drawn: tuple[int, ...], apart: bool
 ) -> None:
     """In one forward, whatever the numbers of tokens; `apart`: their caches are of unlike sizes."""
     prompts = {1: PROMPT, 2: OTHER * (20 if apart else 1), 3: (60, 61, 62)}
-    together = said_by(runner_of(folder), (1, 2, 3), drawn, prompts)
+    together = said_by(runner_of(attentive), (1, 2, 3), drawn, prompts)
     for uid in prompts:
-        assert said_by(runner_of(folder), (uid,), drawn, prompts)[uid] == together[uid]
+        assert said_by(runner_of(attentive), (uid,), drawn, prompts)[uid] == together[uid]
 
 
 def test_only_the_logits_that_a_choice_needs_are_gathered(

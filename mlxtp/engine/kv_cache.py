@@ -508,6 +508,15 @@ class KVCacheManager:
                 sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt
             )
 
+    def lost(self, sequence: SequenceState) -> int:
+        """Return the tokens that a preempted sequence would have to compute again."""
+        self._prefixes.unshare(sequence.uid)
+        hit = self._prefixes.find(sequence.tokens, sequence.wants.salt)
+        if sequence in self._running:
+            self.share(sequence)
+        held = max(sequence.progress.position, sequence.progress.prefilled)
+        return held - (0 if hit is None else hit.length)
+
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         keep, progress, self._is_stale = 0, sequence.progress, True
         bucket = (progress.room, progress.lane)

@@ -4,8 +4,8 @@
 `next` without the previous results. If a row's step depends on them (drafts in flight), it returns None.
 A step with a grammar may be `late`: rank 0 needs the grammar's mask only once the forward has its logits.
 
-When the KV caches exceed their budget, the scheduler preempts the youngest sequence and later prefills its
-prompt and answer again. It does the same with a request that an earlier group left unfinished.
+When the KV caches exceed their budget, the scheduler preempts the sequence that loses least, and later
+prefills its prompt and answer again. It does the same with a request that an earlier group left unfinished.
 """
 
 from __future__ import annotations
@@ -415,25 +415,27 @@ class Scheduler:
             self._kv.release(sequence, reason, held)
 
     def _preempt(self) -> None:
+        """Preempt the sequence that loses least, the younger of equals. The oldest of several stays."""
         started = self._waiting.started()
-        youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
-        if youngest.in_flight:
+        oldest, *others = sorted([*self._running, *started], key=lambda sequence: sequence.request)
+        taken = min(reversed(others), key=self._kv.lost, default=oldest)
+        if taken.in_flight:
             return  # wait for its tokens first
-        if not self._kv.fits_alone(youngest):
-            self._late.append(self._fail(youngest, _outgrown(youngest, self._kv.kv_tokens)))
+        if not self._kv.fits_alone(taken):
+            self._late.append(self._fail(taken, _outgrown(taken, self._kv.kv_tokens)))
             return
         try:
-            youngest.drop_forced()
+            taken.drop_forced()
         except MlxtpError as error:
-            self._late.append(self._fail(youngest, error))
+            self._late.append(self._fail(taken, error))
             return
-        if youngest in started:
-            self._waiting.remove(youngest)
+        if taken in started:
+            self._waiting.remove(taken)
         else:
-            _take_out(youngest, self._running)
-        self._kv.release(youngest, "preempt", 0)
-        youngest.start_again()
-        self._waiting.appendleft(youngest)
+            _take_out(taken, self._running)
+        self._kv.release(taken, "preempt", 0)
+        taken.start_again()
+        self._waiting.put_back(taken)
 
 
 def _outgrown(sequence: SequenceState, room: int) -> RequestError:

@@ -110,6 +110,10 @@ class SequenceState:
         return self.wants.uid
 
     @property
+    def order(self) -> tuple[int, int]:
+        return self.turn, self.request
+
+    @property
     def longest(self) -> int:
         return len(self.tokens) - self.generated + self.wants.max_tokens
 
@@ -236,10 +240,18 @@ class WaitingQueue(deque[SequenceState]):
         users = self._user_turns.setdefault(sequence.wants.client, FairQueue())
         same = (other.user_turn for other in own if other.wants.user == sequence.wants.user)
         sequence.user_turn = users.following(sequence.wants.user, same)
-        later = next((other for other in waiting if other.turn > sequence.turn), None)
-        self.insert(len(self) if later is None else self.index(later), sequence)
+        self._insert(sequence)
         if any(other.user_turn > sequence.user_turn for other in own):
             self._give_turns([*own, sequence])
+
+    def put_back(self, sequence: SequenceState) -> None:
+        """Line up a preempted sequence by age, before all that were not preempted."""
+        sequence.turn = sequence.user_turn = -1
+        self._insert(sequence)
+
+    def _insert(self, sequence: SequenceState) -> None:
+        later = (at for at, other in enumerate(self) if not other.uid and other.order > sequence.order)
+        self.insert(next(later, len(self)), sequence)
 
     def _give_turns(self, own: list[SequenceState]) -> None:
         ids = {id(each) for each in own}

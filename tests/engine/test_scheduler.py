@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -36,7 +37,7 @@ from mlxtp.wire.messages import (
 )
 
 from ..wire.forwards import is_step, reads_prompts
-from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_frame
+from .simulation import EOS, Disk, FakeGuide, Ranks, Request, Simulation, next_frame
 from .tables import cases, refused
 
 pytestmark = pytest.mark.fault
@@ -940,6 +941,60 @@ def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: boo
         assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
+def preempted(simulation: Simulation) -> list[int]:
+    """The requests that made room, in order."""
+    stops = [move for move in simulation.frames if isinstance(move, SessionStop)]
+    return [simulation.ranks.request_of[move.uid] for move in stops if move.reason == "preempt"]
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+@cases(
+    "course, taken",
+    {
+        "a short prompt before a long one": ("20+300 20+200 150+200", 2),
+        "its answer counts, too": ("20+300 20+200 t120 100+200", 3),
+        "but not the oldest, however little it has": ("20+300 150+200", 2),
+        "of equals the youngest": ("20+300 40+200 40+200", 3),
+    },
+)
+def test_the_one_that_loses_least_makes_room(course: str, taken: int, prefixes: bool) -> None:
+    """There is room for 20 and 300 tokens, and for half of the others."""
+    simulation = played(f"{course} end", kv_tokens=576, prefill_chunk=512, prefixes=prefixes)
+    assert preempted(simulation)[0] == taken
+
+
+def test_what_another_row_has_too_is_not_lost() -> None:
+    """The third shares 200 tokens with the second, and the first never makes room."""
+    simulation = Simulation(kv_tokens=960, prefixes=True, prefill_chunk=512)
+    for prompt, new in ((9, 200), (LONG, 190), ((*LONG, 7), 200), (60, 150)):
+        simulation.add(prompt, new)
+        simulation.ticks(9)
+    while not preempted(simulation):
+        simulation.tick()
+    assert preempted(simulation) == [3]
+    again = simulation.add((*LONG, 8), 2)
+    assert finish(simulation).requests[again.uid].ends[0].cached == len(LONG), (
+        "a look at a row changes nothing"
+    )
+
+
+def test_what_made_room_comes_back_by_age_and_before_newcomers() -> None:
+    """However many turns their clients and users had before."""
+    simulation = Simulation(kv_tokens=1536, prefill_chunk=512)
+    for prompt, client in ((80, 7), (60, 7), (80, 8)):
+        simulation.add(prompt, 100, client=client)
+    simulation.ticks(10)
+    simulation.add(20, 100, client=7)
+    simulation.ticks(10)
+    simulation.frames.clear()
+    simulation.resize(192)
+    assert preempted(simulation) == [4, 2, 3]
+    for client in (7, 8):
+        simulation.add(80, 100, client=client, user=9)
+    simulation.resize(1536)
+    assert [chunk.request for chunk in finish(simulation).prefills()] == [2, 3, 4, 6, 5]
+
+
 def test_a_prompt_under_way_makes_room_too() -> None:
     simulation = played("100+300 t150 180+5 end", kv_tokens=640, prefill_chunk=1)
     (first, *_) = [move for move in simulation.frames if isinstance(move, SessionStop)]
@@ -1661,6 +1716,46 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
         preempted += reasons(simulation.frames).count("preempt")
     assert buckets >= {2, 3}
     assert preempted > seeds // 3
+
+
+@pytest.mark.parametrize("seeds", [8, pytest.param(48, marks=pytest.mark.chaos)])
+def test_the_oldest_never_makes_room_and_others_not_for_ever(seeds: int) -> None:
+    """Of the others the one that loses least does, and none often."""
+    taken = 0
+    for seed in range(seeds):
+        random = Random(seed)
+        simulation = Simulation(
+            kv_tokens=random.choice((512, 700, 900)),
+            run_ahead=random.randint(0, 1),
+            rolls_back=random.random() < 0.7,
+            together=random.choice((0, 512)),
+            prefill_chunk=random.choice((16, 64, 512)),
+            chunk_beside=64,
+            max_rows=8,
+        )
+        check = simulation.ranks.make
+
+        def make(frame: DecodeFrame, *known: Any, ranks: Ranks = simulation.ranks, check: Any = check) -> Any:
+            if isinstance(frame, SessionStop) and frame.reason == "preempt":
+                held = {
+                    ranks.request_of[uid]: len(ranks.contents[uid])
+                    for uid in (*ranks.rows, *ranks.prefilling)
+                }
+                del held[min(held)]
+                assert ranks.request_of[frame.uid] == min(held, key=lambda request: (held[request], -request))
+            return check(frame, *known)
+
+        simulation.ranks.make = make  # type: ignore[method-assign]
+        for _ in range(12):
+            simulation.add(
+                random.choice((random.randint(5, 60), random.randint(100, 300))), random.randint(1, 120)
+            )
+            simulation.ticks(random.randint(0, 25))
+        finish(simulation)
+        often = Counter(preempted(simulation))
+        taken += often.total()
+        assert max(often.values(), default=0) <= 3
+    assert taken > seeds
 
 
 def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() -> None:

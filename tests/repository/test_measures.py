@@ -38,22 +38,22 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_755,
+    "": 3_756,
     "admin": 1_714,
     "api": 9_584,
     "cli": 5_410,
     "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 11_321,
+    "engine": 11_527,
     "gateway": 1_743,
     "groups": 5_891,
     "identity": 1_222,
     "models": 3_268,
-    "placement": 4_120,
+    "placement": 4_122,
     "service": 611,
     "text": 5_126,
-    "wire": 4_134,
+    "wire": 4_135,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.
 

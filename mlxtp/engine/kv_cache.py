@@ -347,6 +347,10 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _places(sequence: SequenceState, hit: int) -> tuple[int, ...]:
+    return sequence.progress.saves if sequence.uid else places_to_save(sequence, hit)
+
+
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
@@ -401,7 +405,7 @@ class KVCacheManager:
                 and place - other.progress.prefilled <= sequence.progress.prompt
                 and other.tokens[:place] == sequence.tokens[:place]
                 for other in others
-                for place in self._saves(other)
+                for place in _places(other, self.hit_length(other))
                 if place > other.progress.prefilled
             )
         beginning = sequence.tokens[:enough]
@@ -434,15 +438,9 @@ class KVCacheManager:
 
     def next_part(self, sequence: SequenceState) -> tuple[int, int]:
         """Return where the next part of a prompt begins, and where it ends if it is not too long."""
-        at, saves = sequence.progress.prefilled, sequence.progress.saves
-        if not sequence.uid:
-            at, saves = self.hit_length(sequence), self._saves(sequence)
-        return at, min([place for place in saves if place > at], default=sequence.progress.prompt)
-
-    def _saves(self, sequence: SequenceState) -> tuple[int, ...]:
-        if sequence.uid or not self.keeps_snapshots:
-            return sequence.progress.saves
-        return places_to_save(sequence, self.hit_length(sequence))
+        at = sequence.progress.prefilled if sequence.uid else self.hit_length(sequence)
+        places = _places(sequence, at) if self.keeps_snapshots else ()
+        return at, min([place for place in places if place > at], default=sequence.progress.prompt)
 
     def save(
         self, group: Sequence[SequenceState], parts: Sequence[PromptPart]
@@ -544,7 +542,7 @@ class KVCacheManager:
         self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
-        if not (joining or self._is_stale) and self._has_room():
+        if not (joining or self._is_stale) and _has_room(self._running):
             return True
         beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and (evicted := self._prefixes.evict(beyond)):
@@ -559,13 +557,6 @@ class KVCacheManager:
             return False
         self.frames += self.disk.forget(fetching)  # running sequences take precedence
         return self.make_room()
-
-    def _has_room(self) -> bool:
-        """Check room before each step, without computing lengths."""
-        held = [sequence.progress for sequence in self._running]
-        return all(at.position + MAX_WIDTH <= at.room for at in held) or (
-            len(held) == 1 and self._running[0].longest <= held[0].room
-        )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
         """Lay out the running rows in the room that prefilling prompts leave; False if they do not fit."""
@@ -590,7 +581,7 @@ class KVCacheManager:
         held, needed = [_room_of(each, self._policy.row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
         # Keep the layout, unless no prompt joins and half of the room is free, or another is much faster.
-        stays = self._has_room() and held <= left and (bool(joining) or held <= 2 * needed)
+        stays = _has_room(self._running) and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
         slots = cheapest(ways, lengths, self._policy.forward_tokens, len(set(self._slots)))
         if stays and (joining or slots == now):
@@ -627,6 +618,14 @@ class KVCacheManager:
     def _rows(self, joining: Sequence[SequenceState]) -> list[SequenceState]:
         rows = [*self._running, *self._waiting.holding()]
         return [*rows, *(sequence for sequence in joining if sequence not in rows)]
+
+
+def _has_room(running: Sequence[SequenceState]) -> bool:
+    """Check room before each step, without computing lengths."""
+    held = [sequence.progress for sequence in running]
+    return all(at.position + MAX_WIDTH <= at.room for at in held) or (
+        len(held) == 1 and running[0].longest <= held[0].room
+    )
 
 
 def _room_of(slots: Slots, row_tokens: int) -> int:

@@ -302,7 +302,7 @@ def _taking_views(update: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(state := given.get("state"), StateView):
             return state.recur(update, given)
         if "lengths" in names and given.get("lengths") is None and given.get("mask") is not None:
-            given["lengths"] = given["mask"].sum(axis=1)  # nemotron_h leaves them out
+            given["lengths"] = given["mask"].sum(axis=1)  # some families' code leaves them out
         return update(**given)
 
     return taking

@@ -1,15 +1,15 @@
 """Choice of the source and number of drafts with the most tokens a second, by measured cost and acceptance.
 
-A source that does not beat plain steps is tried again after an interval, which doubles up to a bound. A
-credit limits the time lost to trials. Pure: seconds are passed in.
+Drafts pay or rest: a source that does not beat plain steps is asked again after pauses that double, and the
+time lost so is limited. Pure: seconds are passed in.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 Proposer = Literal["lookup", "mtp", "draft"]
@@ -35,15 +35,11 @@ class DraftUse:
     _took_s: float = 0.0
     _plain_s: float = 0.0
 
-    @property
-    def gain(self) -> float:
-        """Speedup of recent steps over plain steps; 0 if unknown."""
-        return self._plain_s / self._took_s if self._took_s else 0.0
-
     def figures(self) -> dict[str, Any]:
         counts = {name: tuple(getattr(self, name)) for name in ("drafted", "accepted", "right_at")}
+        gain = self._plain_s / self._took_s if self._took_s else 0.0
         steps = {"decode_steps": self.steps, "decode_widths": self.widths}
-        return {**counts, **steps, "draft_gain": self.gain, "mtp": self.mtp}
+        return {**counts, **steps, "draft_gain": gain, "mtp": self.mtp}
 
     def checked(self, proposer: Proposer, drafted: int, right: int) -> None:
         self.drafted[PROPOSERS.index(proposer)] += drafted
@@ -58,11 +54,11 @@ class DraftUse:
             self._plain_s += plain_s - self._plain_s / RECENT_STEPS
 
 
-# --- costs -----------------------------------------------------------------------------------------------
-
 SAMPLES, FEW = 10, 3  #: newest steps of a kind to average; plain steps to measure before any drafts
 SHORT = 1024  #: tokens of a row; costs are kept apart for each doubling above it
-WIDER = 0.1  #: guess: cost of each token that the host feeds a row, in plain steps
+WIDTHS = (1, *[1 + drafts for drafts in LENGTHS])  #: tokens fed to a row
+WIDER = 0.1  #: guess: cost of each token fed to a row, in plain steps
+TOO_SLOW = 2.0  #: one step that takes so many plain steps for each of its tokens is enough to know
 
 
 class StepKind(NamedTuple):
@@ -74,70 +70,62 @@ class StepKind(NamedTuple):
 
 
 class StepCosts:
-    """Average or guessed costs of steps by context and kind, in plain steps of as many rows."""
+    """Table of average seconds of steps by context and kind, with rows rounded up to a power of two."""
 
     def __init__(self) -> None:
         self.context = 0  #: doublings of SHORT in the longest row, rounded up
-        #: Costs of the newest steps; of plain steps, seconds.
-        self._samples = defaultdict[tuple[int, StepKind], deque[float]](lambda: deque(maxlen=SAMPLES))
-        #: By context, rows and proposer: fed tokens and cost of the newest step with drafts.
-        self._newest: dict[tuple[int, int, Proposer], tuple[int, float]] = {}
+        self._average_s: dict[tuple[int, StepKind], float] = {}
+        self.newest = defaultdict[tuple[int, StepKind], deque[float]](lambda: deque(maxlen=SAMPLES))
+        self._drafting = 0  # steps since the last plain one
 
     def plain_s(self, rows: int) -> float:
-        return _average(self._samples.get((self.context, StepKind(rows)), ()))
+        """Return the seconds of a plain step; 0 before enough were measured."""
+        return self._average_s.get((self.context, StepKind(bucket(rows))), 0.0)
 
-    def comparable(self, rows: int) -> bool:
-        return len(self._samples.get((self.context, StepKind(rows)), range(FEW))) >= FEW
+    def table(self, rows: int, proposer: Proposer) -> dict[int, float]:
+        """Return costs in plain steps by tokens fed: measured, or estimated from shorter or fewer rows."""
+        known = {1: 1 + WIDER}
+        for context, halved in product(range(self.context, -1, -1), range(bucket(rows).bit_length())):
+            fewer = bucket(rows) >> halved
+            if plain_s := self._average_s.get((context, StepKind(fewer))):
+                kinds = [(context, StepKind(fewer, fed, proposer)) for fed in WIDTHS]
+                if found := [at for at in kinds if at in self._average_s]:
+                    known |= {at[1].fed: self._average_s[at] / plain_s for at in found}
+                    break
+        costs = [_estimate(known, fed) for fed in WIDTHS]
+        return {fed: min(costs[at:]) for at, fed in enumerate(WIDTHS)}  # a longer draft costs more
 
-    def cost(self, kind: StepKind) -> float:
-        """Return a step's cost. A single sample above the guess is ignored: it may have compiled kernels."""
-        if not kind.fed:
-            return 1.0
-        samples: Collection[float] = self._samples.get((self.context, kind), ())
-        if len(samples) > 1:
-            return _average(samples)
-        fed, cost = self._newest.get((self.context, kind.rows, kind.proposer), (2, 1 + 2 * WIDER))
-        if kind.fed > fed and kind.proposer == "lookup":
-            guess: float = cost * (1 + WIDER * kind.fed) / (1 + WIDER * fed)
-        else:
-            guess = 1 + WIDER + (cost - 1 - WIDER) * (kind.fed - 1) / (fed - 1)
-        return min((guess, *samples))
+    def took(self, kind: StepKind, tokens: int, seconds: float) -> bool:
+        """Record a step; return True if it was too slow. The first of a kind may have compiled kernels."""
+        slow = 0 < TOO_SLOW * tokens * self.plain_s(kind.rows) < seconds * kind.rows
+        kind = kind._replace(rows=bucket(kind.rows))
+        enough = slow and any(kind == earlier for _, earlier in self.newest)
+        newest = self.newest[self.context, kind]
+        newest += [seconds] * (2 if enough and not newest else 1)
+        if len(newest) >= (2 if kind.fed else FEW):  # the results of two plain steps may arrive together
+            usual = sorted(newest)[: max(len(newest) * 4 // 5, 1)]
+            self._average_s[self.context, kind] = sum(usual) / len(usual)
+        self._drafting = self._drafting % LONGEST_PAUSE + 1 if kind.fed else 0
+        if self._drafting == LONGEST_PAUSE:
+            self._forget((self.context, StepKind(kind.rows)))
+        return slow
 
-    def took(self, kind: StepKind, seconds: float) -> float:
-        """Record a step; return its cost, doubled if the first sample was slow and so was left out."""
-        samples, usual = self._samples[self.context, kind], self.cost(kind)
-        if not kind.fed:
-            samples.append(seconds)
-        if not kind.fed or len(self._samples[self.context, StepKind(kind.rows)]) < FEW:
-            return usual
-        samples.append(seconds / self.plain_s(kind.rows))
-        if len(samples) == 1 and samples[0] > usual:
-            return usual
-        cost = _average(samples)
-        if kind.fed > 1:
-            self._newest[self.context, kind.rows, kind.proposer] = kind.fed, cost
-        for drafts in [drafts for drafts in LENGTHS if 1 + drafts < kind.fed]:
-            shorter = self.context, kind._replace(fed=1 + drafts)
-            if _average(self._samples.get(shorter, ())) > cost:
-                del self._samples[shorter]  # outdated: a shorter draft costs less
-        return cost * 2 if len(samples) == 2 and samples[0] > usual else cost
+    def forget(self, proposer: Proposer) -> None:
+        for at in self.newest:
+            if at[1].fed and at[1].proposer == proposer:
+                self._forget(at)
 
-    def forget(self, rows: int, proposer: Proposer | None = None) -> None:
-        for at in [at for at in self._samples if at[0] == self.context and at[1].rows == rows and at[1].fed]:
-            if proposer in (None, at[1].proposer):
-                del self._samples[at]
-        if proposer:
-            self._newest.pop((self.context, rows, proposer), None)
-        else:
-            self._samples[self.context, StepKind(rows)].clear()
+    def _forget(self, at: tuple[int, StepKind]) -> None:
+        self.newest[at].clear()
+        self._average_s.pop(at, None)
 
 
-def _average(samples: Collection[float]) -> float:
-    """Average without the largest fifth: the results of two plain steps may arrive together."""
-    return fmean(sorted(samples)[: max(len(samples) * 4 // 5, 1)]) if samples else 0.0
+def _estimate(known: Mapping[int, float], fed: int) -> float:
+    low, high = max([at for at in known if at <= fed]), min([at for at in known if at >= fed], default=0)
+    if high > low:
+        return known[low] + (known[high] - known[low]) * (fed - low) / (high - low)
+    return known[low] * (1 + WIDER * fed) / (1 + WIDER * low)
 
-
-# --- acceptance ------------------------------------------------------------------------------------------
 
 #: Acceptance of drafts, given that the drafts before were accepted: first, second, next two, next four, and
 #: the rest, each with its weight in reports. A place without reports takes the one before.
@@ -164,8 +152,7 @@ def report(shares: Shares, drafted: int, right: int) -> None:
         shares[place] = share + ((index < right) - share) / weight, weight
     for place in range((drafted - 1).bit_length() + 1, len(shares)):
         share, weight = shares[place]
-        share += (shares[place - 1][0] - share) * DRIFT
-        shares[place] = share, max(weight - 0.25, FIRST_WEIGHT)
+        shares[place] = share + (shares[place - 1][0] - share) * DRIFT, max(weight - 0.25, FIRST_WEIGHT)
 
 
 def gains(shares: Shares, limit: int) -> list[float]:
@@ -178,24 +165,15 @@ def gains(shares: Shares, limit: int) -> list[float]:
     return found
 
 
-# --- the policy ------------------------------------------------------------------------------------------
-
 FLOOR = 1.04  #: least expected speedup over plain steps to begin with drafts
-FIRST_RETRY, LAST_RETRY = 48, 512  #: steps until a source is tried again, doubled; LAST also for plain steps
-CREDIT, FIRST_CREDIT, MOST_CREDIT = 0.015, 3.0, 8.0  #: plain steps to lose: earned a step, at first, most
-SURE = 1.5  #: the same as FLOOR, without credit
+PAUSE, LONGEST_PAUSE = 48, 512  #: steps until a source is asked again, doubled; LONGEST also for plain steps
+EARNED, AT_FIRST, AT_MOST = 0.015, 3.0, 8.0  #: plain steps to lose: earned a step, at first, at most
 
 #: One row's sources with the most drafts that each may propose now, and their shares in this row.
 RowOptions = tuple[Mapping[Source, int], dict[Source, Shares]]
-
-
-class DraftPlan(NamedTuple):
-    rows: tuple[tuple[Source, int] | None, ...] = ()
-    drafts: int = 0
-    proposer: Proposer = "lookup"
-
-
-NO_DRAFTS = DraftPlan()
+#: Source and number of drafts of each row; empty for a plain step.
+DraftPlan = tuple[tuple[Source, int] | None, ...]
+NONE: tuple[float, int, Source] = (0.0, 0, ("lookup", 0))
 
 
 @dataclass(slots=True)
@@ -203,86 +181,62 @@ class DraftPolicy:
     """Choice for rows that step together. The same reports and options give the same plans."""
 
     costs: StepCosts = field(default_factory=StepCosts)
-    credit: float = FIRST_CREDIT
+    allowance: float = AT_FIRST  # plain steps that drafts may lose before no source is asked again
     _shares: dict[Source, Shares] = field(default_factory=dict)  # of all rows
-    _retries: dict[Source, tuple[int, int]] = field(default_factory=dict)  # number of a step, and interval
-    _last: DraftPlan = NO_DRAFTS
+    _pauses: dict[Source, tuple[int, int]] = field(default_factory=dict)  # the step that ends it; its length
     _asked: Any = None  # options that `_best` is the plan for; None once something changes
-    _best: DraftPlan = NO_DRAFTS
+    _best: DraftPlan = ()
     _steps: int = 0
-    _plain_at: int = 0  # number of the newest plain step
 
     def plan(self, options: Sequence[RowOptions], rows: int, most: int) -> DraftPlan:
-        if most < 1 or not any(sources for sources, _ in options):
-            self._last = NO_DRAFTS
-            return NO_DRAFTS
-        if self._steps >= self._plain_at + LAST_RETRY:
-            self._plain_at, self._asked = self._steps, None
-            self.costs.forget(rows)
-        if not self.costs.comparable(rows):
-            return NO_DRAFTS
-        self._compare(options, rows, most)
-        if self._retry(options, rows):
-            self._compare(options, rows, most)
-        self._last = self._best
-        return self._best
-
-    def _retry(self, options: Sequence[RowOptions], rows: int) -> bool:
-        used = {row[0] for row in self._best.rows if row}
-        for source in {source: None for sources, _ in options for source in sources}:
-            at, interval = self._retries.get(source) or (self._steps + FIRST_RETRY, FIRST_RETRY)
+        sources = {source: None for offered, _ in options for source in offered if most > 0}
+        if not sources or (self.costs.newest and not self.costs.plain_s(rows)):
+            return ()
+        used = {planned[0] for planned in self._best if planned}
+        for source in sources:
+            at, pause = self._pauses.setdefault(source, (self._steps + PAUSE, PAUSE))
             if source in used:
-                interval = max(interval - 4, FIRST_RETRY)
-                at = self._steps + interval
-            elif self._steps >= at and self.credit > 0:
-                interval = min(2 * interval, LAST_RETRY)
-                at, self._asked = self._steps + interval, None
+                self._pauses[source] = self._steps + pause, max(pause - 4, PAUSE)
+            elif self._steps >= at and self.allowance > 0:
+                pause, self._asked = min(2 * pause, LONGEST_PAUSE), None
+                self._pauses[source] = self._steps + pause, pause
+                self.costs.forget(source[0])
                 for shares in (self._shares, *[own for _, own in options]):
                     shares.pop(source, None)
-                if not used or source[0] != self._best.proposer:
-                    self.costs.forget(rows, source[0])
-            self._retries[source] = at, interval
-        return self._asked is None
+        if self._asked != (asked := (options, rows, most, self.costs.context)):
+            self._compare(options, rows, most)
+            self._asked = asked
+        return self._best
 
     def _compare(self, options: Sequence[RowOptions], rows: int, most: int) -> None:
-        copies = [(dict(sources), own) for sources, own in options]
-        asked = copies, rows, most, self.costs.context, self._last.drafts > 0, self.credit > 0
-        if self._asked == asked:
-            return
-        self._asked, self._best, worth = asked, NO_DRAFTS, 0.0
         right = [
-            [(each, gains(own.get(each) or self._of_all(each), limit)) for each, limit in sources.items()]
-            for sources, own in options
+            [(each, gains(own.get(each) or self._of_all(each), limit)) for each, limit in offered.items()]
+            for offered, own in options
         ]
-        offered = {source[0] for sources, _ in options for source in sources}
-        for proposer in [each for each in PROPOSERS if each == "lookup" or each in offered]:
-            for length in _lengths(most):
+        best, self._best = 1.0 if self._best else FLOOR, ()
+        for proposer in dict.fromkeys([source[0] for offered, _ in options for source in offered]):
+            costs = self.costs.table(rows, proposer)
+            for length in sorted({min(each, most) for each in LENGTHS}):
                 chosen = [_most_right(row, length, proposer) for row in right]
-                if not (drafts := max([number for _, number, _ in chosen])):
-                    continue
-                proposes = any(source is not None and source[0] == proposer for _, _, source in chosen)
-                slow = proposer if proposes else "lookup"
-                tokens = 1 + sum([gain for gain, _, _ in chosen]) / len(chosen)
-                value = tokens / self.costs.cost(StepKind(rows, 1 + bucket(drafts), slow))
-                if value > worth:
-                    planned = [(source, number) if source else None for _, number, source in chosen]
-                    self._best, worth = DraftPlan(tuple(planned), drafts, slow), value
-        if (not self._last.drafts and (worth < FLOOR or (self.credit <= 0 and worth < SURE))) or worth < 1:
-            self._best = NO_DRAFTS
+                drafts = max([number for _, number, _ in chosen])
+                worth = (1 + sum([gain for gain, _, _ in chosen]) / len(chosen)) / costs[1 + bucket(drafts)]
+                if worth > best and proposer in {source[0] for _, number, source in chosen if number}:
+                    planned = [(source, number) if number else None for _, number, source in chosen]
+                    best, self._best = worth, tuple(planned)
 
     def _of_all(self, source: Source) -> Shares:
         return self._shares.setdefault(source, [(FIRST_SHARE[source], FIRST_WEIGHT)])
 
     def suspends(self, source: Source) -> bool:
-        """Return True if a source failed in several trials and will not be tried soon."""
-        at, interval = self._retries.get(source, (0, 0))
-        return interval > 2 * FIRST_RETRY and (self._steps < at or self.credit <= 0)
+        """Return True if a source failed several times and will not be asked soon."""
+        at, pause = self._pauses.get(source, (0, 0))
+        return pause > 2 * PAUSE and (self._steps < at or self.allowance <= 0)
 
     def forced(self, rows: int, most: int) -> int:
         if not most or not self.costs.plain_s(rows):
             return most
-        kinds = {length: StepKind(rows, length and 1 + bucket(length)) for length in (0, *_lengths(most))}
-        return max(kinds, key=lambda length: (rows + length) / self.costs.cost(kinds[length]))
+        costs, lengths = {0: 1.0} | self.costs.table(rows, "lookup"), {min(each, most) for each in LENGTHS}
+        return max((0, *lengths), key=lambda length: (rows + length) / costs[length and 1 + bucket(length)])
 
     def checked(self, own: dict[Source, Shares], source: Source, drafted: int, right: int) -> None:
         self._asked = None
@@ -292,29 +246,20 @@ class DraftPolicy:
     def step(self, kind: StepKind, tokens: int, seconds: float = 0.0, *, paid: bool = True) -> None:
         """Record a step. `seconds`: 0 if unknown. `paid`: drafts caused the cost, not forced tokens."""
         self._steps += 1
+        slow = seconds > 0 and self.costs.took(kind, tokens, seconds)
+        gained = 0.0
         if kind.fed:
             self._asked = None
-        if not kind.fed or not seconds:
-            self._plain_at = self._steps
-        cost = self.costs.took(kind, seconds) if seconds else self.costs.cost(kind)
-        lost = cost - tokens / kind.rows if paid else 0.0
-        self.credit = min(self.credit + CREDIT - lost, MOST_CREDIT)
+        if kind.fed and paid:
+            gained = tokens / kind.rows - self.costs.table(kind.rows, kind.proposer)[kind.fed]
+        self.allowance = min(self.allowance + EARNED + gained * (1 + slow), AT_MOST)
 
 
 def _most_right(
     row: Sequence[tuple[Source, list[float]]], length: int, proposer: Proposer
-) -> tuple[float, int, Source | None]:
-    found = [
-        (expected[number], number, source)
-        for source, expected in row
-        if source[0] in ("lookup", proposer) and (number := min(length, len(expected) - 1))
-    ]
-    return max(found, default=(0.0, 0, None))
-
-
-def _lengths(most: int) -> list[int]:
-    most = min(most, MOST_DRAFTED)
-    return [length for length in LENGTHS if length < most] + [most]
+) -> tuple[float, int, Source]:
+    found = [(source, gain) for source, gain in row if source[0] in ("lookup", proposer)]
+    return max([(gain[at := min(length, len(gain) - 1)], at, source) for source, gain in found], default=NONE)
 
 
 def bucket(drafts: int) -> int:

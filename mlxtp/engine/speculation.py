@@ -181,15 +181,11 @@ class Speculation:
             return self._plans
         options = [self._options(row) for row in self._running]
         if self._policy.timed:
-            found = self.choice.plan(options, self._rows(), room).rows
+            found = self.choice.plan(options, self._rows(), room)
         else:
-            found = tuple(
-                [
-                    planned
-                    for row, each in zip(self._running, options, strict=True)
-                    for planned in self._choice_of(row).plan([each], 1, room).rows or (None,)
-                ]
-            )
+            alone = zip(self._running, options, strict=True)
+            plans_alone = [self._choice_of(row).plan([each], 1, room) for row, each in alone]
+            found = tuple([each[0] if each else None for each in plans_alone])
         plans = {row.request: each for row, each in zip(self._running, found, strict=False) if each}
         if max([number for _, number in plans.values()], default=0) in self._policy.unfused:
             most = self._policy.unfused.start - 1

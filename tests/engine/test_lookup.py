@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.lookup import CANDIDATES, LONGEST_MATCH, SHORTEST_MATCH, Lookup
 from mlxtp.engine.payoff import (
-    CREDIT,
-    FIRST_CREDIT,
+    AT_FIRST,
+    EARNED,
     MOST_DRAFTED,
     WIDER,
     DraftPolicy,
@@ -150,7 +150,9 @@ def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool =
     while len(run.tokens) < count:
         source: Source = source_of_match(lookup.matched) if use_match else ("draft", 0)
         options = {source: MOST_DRAFTED} if lookup.matched else {}
-        planned = policy.plan([(options, shares)], 1, MOST_DRAFTED).drafts
+        planned = max(
+            [each[1] for each in policy.plan([(options, shares)], 1, MOST_DRAFTED) if each], default=0
+        )
         expected = lookup.draft(planned + 1) if planned else ()
         in_flight = run.tokens[-1]
         lookup.append(in_flight)
@@ -243,5 +245,5 @@ def test_text_copied_with_changes_takes_half_of_the_steps() -> None:
 def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: bool) -> None:
     """Its loss is bounded by the steps and what right drafts have gained."""
     run = decode(says(text, text[:500]), text[:500], 2_500, use_match=use_match)
-    assert run.lost <= FIRST_CREDIT + 1 + CREDIT * run.steps + run.accepted
+    assert run.lost <= AT_FIRST + 1 + EARNED * run.steps + run.accepted
     assert run.lost < 0.03 * run.steps + run.accepted

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.engine.payoff import (
+    AT_FIRST,
     FEW,
-    FIRST_CREDIT,
-    LAST_RETRY,
     LENGTHS,
+    LONGEST_PAUSE,
     SHORT,
     DraftPlan,
     DraftPolicy,
@@ -90,10 +90,11 @@ class World:
             for success, own in zip(self.rows, self.shares, strict=False)
         ]
         plan = self.policy.plan(options, count, self.most)
-        begins = plan.proposer == "mtp" and not self.ready
+        asked, proposer = drafts_of(plan), proposer_of(plan)
+        begins = proposer == "mtp" and not self.ready
         tokens, drafts = count, 0
         self.tokens += count
-        for (_, own), planned, success in zip(options, plan.rows, self.rows, strict=False):
+        for (_, own), planned, success in zip(options, plan, self.rows, strict=False):
             if planned is None or (begins and planned[0] == HEAD):
                 continue
             source, number = planned
@@ -103,14 +104,14 @@ class World:
             self.policy.checked(own, source, number, right)
             tokens, drafts = tokens + right, max(drafts, number)
             self.tokens += sum(expected(success[source], number))
-        fed = 1 + bucket(drafts) if plan.drafts or self.waits else 0
-        took_s = self.cost(count, fed and 1 + drafts) + plan.drafts * self.costs_of(plan.proposer)
+        fed = 1 + bucket(drafts) if asked or self.waits else 0
+        took_s = self.cost(count, fed and 1 + drafts) + asked * self.costs_of(proposer)
         measured_s = took_s * self.random.lognormvariate(0, self.noise)
         measured_s *= 5 if self.random.random() < self.spikes / 100 else 1
         measured_s *= 1 if (count, fed) in self.compiled else self.compiles
         self.compiled.add((count, fed))
-        self.policy.step(StepKind(count, fed, plan.proposer), tokens, measured_s)
-        self.ready, self.waits = plan.proposer == "mtp", plan.drafts > 0
+        self.policy.step(StepKind(count, fed, proposer), tokens, measured_s)
+        self.ready, self.waits = proposer == "mtp", asked > 0
         self.seconds += took_s
         self.plain_s += self.cost(count, 0) * (self.tokens - before) / count
         self.plans.append(plan)
@@ -140,7 +141,17 @@ class World:
         return max(found)
 
     def switches(self) -> int:
-        return sum(bool(one.drafts) != bool(other.drafts) for one, other in pairwise(self.plans))
+        return sum(bool(one) != bool(other) for one, other in pairwise(self.plans))
+
+
+def drafts_of(plan: DraftPlan) -> int:
+    return max([planned[1] for planned in plan if planned], default=0)
+
+
+def proposer_of(plan: DraftPlan) -> Proposer:
+    """The one that takes time: lookups may propose for other rows of the same step."""
+    proposers: list[Proposer] = [planned[0][0] for planned in plan if planned]
+    return next((each for each in proposers if each != "lookup"), "lookup")
 
 
 def expected(success: Sequence[float], drafts: int) -> Iterator[float]:
@@ -220,7 +231,7 @@ def test_steps_that_are_far_slower_than_others_are_few(
     while world.tokens < 10_000:
         world.step()
     assert world.seconds < 1.05 * world.plain_s
-    assert (world.seconds - world.plain_s) / 0.01 < FIRST_CREDIT + 0.02 * 10_000 + 3 * slow
+    assert (world.seconds - world.plain_s) / 0.01 < AT_FIRST + 0.02 * 10_000 + 3 * slow
 
 
 def test_all_sources_of_drafts_that_are_far_slower_lose_little_together() -> None:
@@ -236,7 +247,7 @@ def test_text_that_is_copied_soon_has_long_drafts(cost: float) -> None:
     world = World(costs(0.1), {}, [{("lookup", 2): (0.98,) * PLACES}], noise=0.1)
     world.cost = lambda rows, fed: 0.01 * (cost if fed > 1 else 1)
     world.run(20)
-    assert fmean(plan.drafts for plan in world.plans) > 10
+    assert fmean(drafts_of(plan) for plan in world.plans) > 10
     assert world.rate(300) > 0.95 * world.best()
 
 
@@ -282,7 +293,7 @@ def test_each_length_of_text_has_costs_of_its_own() -> None:
         world.policy.costs.context = (length // SHORT).bit_length()
         world.cost = costs(0.05 * (length / 1000) ** 2)
         world.run(600)
-        drafts.append(fmean(plan.drafts for plan in world.plans[-200:]))
+        drafts.append(fmean(drafts_of(plan) for plan in world.plans[-200:]))
     short, _, long, longest, again = drafts
     assert short > 4
     assert long < 1
@@ -292,7 +303,7 @@ def test_each_length_of_text_has_costs_of_its_own() -> None:
 
 def test_a_text_that_changes_is_followed() -> None:
     played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(300)
-    assert sum(bool(plan.drafts) for plan in played.plans[-100:]) > 90
+    assert sum(bool(plan) for plan in played.plans[-100:]) > 90
     played.rows = [{HEAD: BADLY}]
     played.run(60)
     assert played.rate(600) > 0.97 * played.best()
@@ -316,7 +327,7 @@ def test_rows_that_accept_little_draft_less() -> None:
     played = World(costs(0.01), {"mtp": 0.0001}, [{HEAD: WELL}, {HEAD: BADLY}], most=8).run(400)
     numbers = [Counter[int](), Counter[int]()]
     for plan in played.plans[-100:]:
-        for number, planned in zip(numbers, plan.rows, strict=False):
+        for number, planned in zip(numbers, plan, strict=False):
             number[planned[1] if planned else 0] += 1
     assert max(numbers[0], key=numbers[0].__getitem__) >= 4
     assert max(numbers[1], key=numbers[1].__getitem__) <= 1
@@ -324,20 +335,17 @@ def test_rows_that_accept_little_draft_less() -> None:
 
 def test_what_is_off_is_tried_rarely_and_again() -> None:
     played = World(CHEAP, {"mtp": 0.001}, [{HEAD: BADLY}]).run(3000)
-    tried = [at for at, plan in enumerate(played.plans) if plan.drafts]
+    tried = [at for at, plan in enumerate(played.plans) if plan]
     assert 0 < len(tried) < 0.03 * 3000
     assert tried[-1] > 2400
 
 
-def test_debts_hold_back_what_gains_little_and_not_what_surely_pays() -> None:
-    for success, waits in (((0.5, 0.2, 0.1, 0.1, 0.1), True), (WELL, False)):
+def test_what_was_lost_keeps_sources_from_being_asked_again_and_not_what_pays() -> None:
+    for success, pays in ((BADLY, False), (WELL, True)):
         played = World(CHEAP, {"mtp": 0.001}, [{HEAD: success}]).run(300)
-        played.rows = [{}]
-        played.run(1)  # without drafts
-        played.policy.credit = -5.0
-        played.rows = [{HEAD: success}]
-        played.run(1)
-        assert bool(played.plans[-1].drafts) != waits
+        played.policy.allowance = -20.0
+        played.run(LONGEST_PAUSE)
+        assert sum(bool(plan) for plan in played.plans[300:]) == pytest.approx(pays * LONGEST_PAUSE, abs=5)
 
 
 def test_it_decides_alike_when_it_is_told_the_same() -> None:
@@ -345,14 +353,14 @@ def test_it_decides_alike_when_it_is_told_the_same() -> None:
     assert one.run(200).plans == other.run(200).plans
 
 
-def test_a_source_is_suspended_while_no_trial_is_affordable() -> None:
-    """Its interval may be over by then: an MTP head would get entries that no trial reads."""
+def test_a_source_is_suspended_while_it_may_not_be_asked() -> None:
+    """Its pause may be over by then: an MTP head would get entries that are never read."""
     policy = World(costs(0.6, 0.5), {"mtp": 0.002}, [{HEAD: BADLY}]).run(2000).policy
-    assert policy.suspends(HEAD), "two trials failed"
-    at, _ = policy._retries[HEAD]
-    policy._steps, policy.credit = at, -0.1
-    assert policy.suspends(HEAD), "the interval is over, but its trials have cost too much"
-    policy.credit = 0.1
+    assert policy.suspends(HEAD), "it failed twice"
+    at, _ = policy._pauses[HEAD]
+    policy._steps, policy.allowance = at, -0.1
+    assert policy.suspends(HEAD), "its pause is over, but drafts have cost too much"
+    policy.allowance = 0.1
     assert not policy.suspends(HEAD)
 
 
@@ -368,96 +376,118 @@ class Forgetful(DraftPolicy):
 def test_what_was_compared_holds_only_while_nothing_changes(success: Sequence[float]) -> None:
     rows = [{HEAD: success, ("lookup", 1): BADLY}, {HEAD: BADLY}]
     plans = [
-        World(costs(0.1, 0.3), {"mtp": 0.001}, [dict(row) for row in rows], 0.2, 3, policy=policy)
-        .run(250)
-        .plans
+        World(costs(0.1, 0.3), {"mtp": 0.001}, [dict(row) for row in rows], policy=policy).run(250).plans
         for policy in (DraftPolicy(), Forgetful())
     ]
     assert plans[0] == plans[1]
-    assert len({plan.drafts for plan in plans[0]}) > 1
+    assert len({drafts_of(plan) for plan in plans[0]}) > 1
 
 
 def test_success_that_is_told_between_plain_steps_is_weighed() -> None:
     world = World(costs(0.1), {}, [{("lookup", 0): BADLY}]).run(200)
     options: list[RowOptions] = [({("lookup", 0): 16}, world.shares[0])]
-    assert not world.policy.plan(options, 1, 16).drafts
+    assert not world.policy.plan(options, 1, 16)
     for _ in range(30):  # tokens that a lookup expected while it waited
         world.policy.checked(world.shares[0], ("lookup", 0), 1, 1)
-    assert world.policy.plan(options, 1, 16).drafts
+    assert world.policy.plan(options, 1, 16)
 
 
 def test_the_cost_without_drafts_is_measured_again_now_and_then() -> None:
-    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(2 * LAST_RETRY)
-    assert sum(not plan.drafts for plan in played.plans[-LAST_RETRY:]) == FEW + 1, "one still waits"
+    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(2 * LONGEST_PAUSE)
+    assert sum(not plan for plan in played.plans[-LONGEST_PAUSE:]) == FEW + 1, "one still waits"
 
 
 # --- costs -----------------------------------------------------------------------------------------------
 
 
-def known_costs(rows: int = 1) -> StepCosts:
-    """Costs beside plain steps of a second."""
+def known_costs(rows: int = 1, plain_s: float = 1.0) -> StepCosts:
     costs = StepCosts()
     for _ in range(FEW):
-        costs.took(StepKind(rows), 1.0)
+        costs.took(StepKind(rows), rows, plain_s)
     return costs
 
 
-def test_guesses_follow_the_newest_measure() -> None:
+GUESSES = {1: 1.1, 2: 1.2, 3: 1.3, 5: 1.5, 9: 1.9, 17: 2.7}
+
+
+def test_costs_between_measured_ones_are_interpolated() -> None:
     known = known_costs()
-    assert [known.cost(StepKind(1, fed)) for fed in (0, 1, 2, 17)] == pytest.approx([1, 1.1, 1.2, 2.7])
+    assert known.table(1, "lookup") == pytest.approx(GUESSES)
     for _ in range(2):
-        known.took(StepKind(1, 9), 3.8)  # twice its guess
-    assert known.cost(StepKind(1, 17)) == pytest.approx(2 * 2.7)
-    assert known.cost(StepKind(1, 5)) == pytest.approx((1.1 + 3.8) / 2), "from a step that waits"
-    assert known.cost(StepKind(1, 9, "mtp")) == pytest.approx(1.9), "of each proposer"
+        known.took(StepKind(1, 9), 9, 3.8)
+    middle = {2: 1.4375, 3: 1.775, 5: 2.45}
+    assert known.table(1, "lookup") == pytest.approx({1: 1.1, **middle, 9: 3.8, 17: 2 * 2.7})
+    assert known.table(1, "mtp") == pytest.approx(GUESSES), "of each proposer"
+
+
+def test_costs_of_shorter_texts_and_fewer_rows_stand_for_others() -> None:
+    known = known_costs()
+    known.context = 1
+    for kind in [StepKind(2)] * FEW + [StepKind(2, 2)] * 2:
+        known.took(kind, kind.rows, 4.0 if kind.fed else 2.0)
+    assert known.table(2, "lookup")[2] == known.table(5, "lookup")[2] == 2.0
+    assert known.table(1, "lookup")[2] == pytest.approx(1.2), "one row may cost less"
     known.context = 3
-    assert known.cost(StepKind(1, 9)) == pytest.approx(1.9), "of each length of text"
+    assert known.table(2, "lookup")[2] == 2.0
+    known.context = 0
+    assert known.table(2, "lookup")[2] == pytest.approx(1.2), "a shorter text may cost less"
 
 
-def test_measured_costs_are_in_plain_steps_of_as_many_rows() -> None:
+def test_a_shorter_draft_costs_at_most_as_much_as_a_longer_one() -> None:
+    known = known_costs()
+    for kind, seconds in [(StepKind(1, 3), 5.0), (StepKind(1, 9), 2.0)] * 2:
+        known.took(kind, 9, seconds)
+    assert known.table(1, "lookup") == pytest.approx(
+        GUESSES | {2: 2.0, 3: 2.0, 5: 2.0, 9: 2.0, 17: 5.4 / 1.9}
+    )
+
+
+def test_measured_costs_are_in_plain_steps_of_about_as_many_rows() -> None:
     known = StepCosts()
-    known.took(StepKind(4, 3), 9.0)
-    assert known.cost(StepKind(4, 3)) == pytest.approx(1.3), "with no plain step to compare it with, a guess"
-    assert not known.comparable(4)
-    for _ in range(FEW):
-        known.took(StepKind(4), 3.0)
-    assert known.comparable(4)
-    known.took(StepKind(4, 3), 3.9)
-    known.took(StepKind(4, 3), 4.2)
-    known.took(StepKind(4, 3), 9.0)
-    assert known.cost(StepKind(4, 3)) == pytest.approx(1.35), "but for the slowest"
+    known.took(StepKind(4, 3), 4, 3.9)
+    known.took(StepKind(3, 3), 3, 4.2)
+    known.took(StepKind(4, 3), 4, 9.0)
+    assert known.table(4, "lookup") == pytest.approx(GUESSES), "without a plain step"
+    for count in range(FEW):
+        assert not known.plain_s(4), count
+        known.took(StepKind(3 + count % 2), 3, 3.0)
+    assert known.plain_s(3) == known.plain_s(4) == 3.0
+    assert known.table(4, "lookup")[3] == pytest.approx(1.35), "but for the slowest"
 
 
-def test_a_first_slow_step_counts_once_another_one_was_slow() -> None:
+def test_a_slow_step_counts_at_once_unless_it_is_the_first_of_its_kind() -> None:
     """Its kernels were compiled, say."""
     known, kind = known_costs(), StepKind(1, 2)
-    assert known.took(kind, 100.0) == pytest.approx(1.2)
-    assert known.cost(kind) == pytest.approx(1.2), "it did not count"
-    assert known.took(kind, 1.1) == pytest.approx(2.2), "both"
-    assert known.took(kind, 1.1) == known.cost(kind) == pytest.approx(1.1)
-    known.forget(1, "lookup")
-    assert known.took(kind, 100.0) == pytest.approx(1.2)
-    assert known.took(kind, 100.0) == pytest.approx(200.0)
-    assert known.cost(kind) == pytest.approx(100.0)
+    known.took(kind, 2, 100.0)
+    assert known.table(1, "lookup")[2] == pytest.approx(1.2)
+    known.took(kind, 2, 1.1)
+    assert known.table(1, "lookup")[2] == pytest.approx(1.1)
+    known.forget("lookup")
+    known.took(kind, 2, 3.9)
+    assert known.table(1, "lookup")[2] == pytest.approx(1.2), "not twice as long as two plain steps"
+    known.forget("lookup")
+    known.took(kind, 2, 100.0)
+    assert known.table(1, "lookup")[2] == pytest.approx(100.0)
 
 
 def test_what_is_forgotten_is_guessed() -> None:
     known = known_costs()
     for kind in (StepKind(1, 9), StepKind(1, 2, "mtp")) * 2:
-        known.took(kind, 2.5)
-    known.forget(1, "lookup")
-    assert known.cost(StepKind(1, 9)) == pytest.approx(1.9)
-    assert known.cost(StepKind(1, 2, "mtp")) == pytest.approx(2.5)
-    known.forget(1)
-    assert not known.comparable(1), "plain steps come first"
+        known.took(kind, 1, 2.5)
+    known.forget("lookup")
+    assert known.table(1, "lookup") == pytest.approx(GUESSES)
+    assert known.table(1, "mtp")[2] == pytest.approx(2.5)
+    assert known.plain_s(1) == 1.0
 
 
 def test_forced_tokens_are_fed_as_many_as_save_time() -> None:
     policy = DraftPolicy()
-    assert policy.forced(1, 10) == 10, "without a measure, all"
+    assert policy.forced(1, 40) == 40, "without a measure, all"
     policy.costs = known_costs()
     for drafts, cost in ((1, 1.2), (2, 1.4), (4, 4.0), (8, 8.0), (16, 16.0)):
         for _ in range(2):
-            policy.costs.took(StepKind(1, 1 + drafts), cost)
+            policy.costs.took(StepKind(1, 1 + drafts), 1 + drafts, cost)
     assert policy.forced(1, 10) == 2
     assert policy.forced(1, 0) == 0
+    policy.step(StepKind(1, 65), 41, 1.0, paid=False)
+    assert policy.allowance > AT_FIRST, "more than drafts ever are"

@@ -521,7 +521,7 @@ def test_other_programs_that_slow_steps_are_no_loss_by_drafts(drafts: bool) -> N
     simulation.add(3, 200)
     while simulation.tick() is not None:
         simulation.pause(9.0 * (len(simulation.frames) % 7 == 0))
-    assert simulation.scheduler.speculation.use.gain == pytest.approx(1.0)
+    assert simulation.scheduler.speculation.use.figures()["draft_gain"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("timed", [False, True])

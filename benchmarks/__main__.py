@@ -90,10 +90,13 @@ def main() -> None:
     show(rows)
     if args.json:
         args.json.write_text(as_json(rows) + "\n")
+    lost = [] if args.quick else results.lost(rows)
     if not (failed or args.quick or args.only or args.no_docs):
         results.write(rows)
     print(verdict(rows, failed))
-    sys.exit(1 if failed else 0)
+    if lost:
+        print(f"met before on such a machine: {'; '.join(lost)}")
+    sys.exit(1 if failed or lost else 0)
 
 
 async def run(names: Sequence[str], console: Console, *, quick: bool) -> tuple[list[Row], list[str]]:

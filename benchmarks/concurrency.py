@@ -48,8 +48,9 @@ async def _at_once(stage: Stage) -> list[Row]:
         http, server = _columns(pairs, total_rate)
         rows.append(compare(f"{streams} streams at once, pipe vs mlx_lm.server", at_pipe, server))
         rows.append(compare(f"{streams} streams at once, HTTP vs mlx_lm.server", http, server))
-    ttft = "16 streams at once, median time to first token vs mlx_lm.server"
-    return [*rows, compare(ttft, *_columns(pairs, median_ttft_ms))]
+        ttft = f"{streams} streams at once, median time to first token vs mlx_lm.server"
+        rows.append(compare(ttft, *_columns(pairs, median_ttft_ms)))
+    return rows
 
 
 async def _pipe_rate(agent: Agent, requests: list[Generate]) -> float:

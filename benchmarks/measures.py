@@ -84,12 +84,14 @@ _ALL = (
             "From the beginning of one step to the next, by the rank's own flight recorder. One rank on the "
             "first core; agent and client share the second.", "the same without HTTP", Goal("<", 1.1)),
     # --- concurrency
-    Measure("8 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER, Goal("≥", 1.5)),
-    Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.25)),
-    Measure("16 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER, Goal("≥", 1.7)),
-    Measure("16 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.4)),
+    Measure("8 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER),
+    Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.05)),
+    Measure("8 streams at once, median time to first token vs mlx_lm.server", "ms",
+            "From a stream's request to its first text; the median of the eight.", SERVER, Goal("≤", 0.8)),
+    Measure("16 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER),
+    Measure("16 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.3)),
     Measure("16 streams at once, median time to first token vs mlx_lm.server", "ms",
-            "From a stream's request to its first text; the median of the sixteen.", SERVER, Goal("≤", 0.4)),
+            "The same of sixteen.", SERVER, Goal("≤", 0.4)),
     Measure("arrivals over time, total time vs mlx_lm.server", "s",
             "Requests at random moments, the same for both: from the first to the last token.", SERVER),
     Measure("arrivals over time, median time to first token vs mlx_lm.server", "ms",
@@ -181,6 +183,8 @@ _ALL = (
     # --- speculation
     Measure("copy-heavy text, speculation vs none", "tokens/s",
             "The embedded model repeats a string of its prompt.", "no speculation", Goal("≥", 2.5)),
+    Measure("8 streams of copy-heavy text, speculation vs none", "tokens/s",
+            "The same, eight strings at once.", "no speculation", Goal("≥", 1.1)),
     Measure("counting, speculation vs none", "tokens/s",
             "The embedded model counts: some of what comes resembles what came.", "no speculation"),
     Measure("text with nothing to copy, speculation vs none", "tokens/s",
@@ -341,7 +345,18 @@ def met(row: Row) -> bool | None:
     goal = MEASURES[row.name].goal
     if goal is None:
         return None
-    return goal.met(row.value if row.ratio is None else row.ratio)
+    return goal.met(judged(row))
+
+
+def judged(row: Row) -> float:
+    """Return what a row's goal is about."""
+    return row.value if row.ratio is None else row.ratio
+
+
+def better(name: str, one: float, other: float) -> bool:
+    """Return True if `one` serves the goal of the row of this name more than `other`."""
+    goal = MEASURES[name].goal
+    return goal is not None and (one > other if goal.relation == "≥" else one < other)
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -352,11 +367,7 @@ def as_json(rows: Sequence[Row]) -> str:
 def verdict(rows: Sequence[Row], not_measured: Sequence[str] = ()) -> str:
     """Name the goals that were missed and the cases that could not be measured, in one line."""
     with_goals = [row for row in rows if met(row) is not None]
-    missed = [
-        f"{row.name} ({row.value if row.ratio is None else row.ratio:.3g}, goal {row.goal})"
-        for row in with_goals
-        if not met(row)
-    ]
+    missed = [f"{row.name} ({judged(row):.3g}, goal {row.goal})" for row in with_goals if not met(row)]
     if missed:
         line = f"{len(missed)} of {len(with_goals)} goals missed: {'; '.join(missed)}"
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 
 from mlxtp.agent import Agent
@@ -23,6 +25,7 @@ async def measure(stage: Stage) -> list[Row]:
         return Generate(0, prompts.ids(text_of(agents[0]), question), tokens)
 
     copy = await _race(stage, agents, "copy-heavy text", lambda i: ask(prompts.repeat(i, _COPIED), 160))
+    eight = await _race_of_eight(stage, agents, ask)
     count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))
     walking = models.write_walk(stage.folder / "walk")
     async with (
@@ -35,7 +38,7 @@ async def measure(stage: Stage) -> list[Row]:
             "text with nothing to copy",
             lambda i: Generate(0, tuple(models.walk_tokens(8, seed=i)), 150, ignore_eos=True),
         )
-    return [copy, count, walk]
+    return [copy, eight, count, walk]
 
 
 async def _race(
@@ -52,3 +55,24 @@ async def _race(
         if decoded[0].tokens != decoded[1].tokens:
             raise Unmeasured(f"{what}: speculation changed the tokens of round {number}")
     return compare(f"{what}, speculation vs none", *columns)
+
+
+async def _race_of_eight(
+    stage: Stage, agents: tuple[Agent, Agent], ask: Callable[[str, int], Generate]
+) -> Row:
+    """All tokens of eight streams, prompts included, by the wall clock."""
+    name = "8 streams of copy-heavy text"
+    columns: tuple[list[float], list[float]] = [], []
+    for number in stage.rounds(name, full=9, quick=3):
+        wanted = [ask(prompts.repeat(8 * number + i, _COPIED), 160) for i in range(8)]
+        tokens = dict[int, list[tuple[int, ...]]]()
+        for i in in_turn(number, 0, 1):
+            began = time.perf_counter()
+            decoded = await asyncio.gather(*[decode(agents[i], request) for request in wanted])
+            took_s = time.perf_counter() - began
+            tokens[i] = [tuple(each.tokens) for each in decoded]
+            if number:
+                columns[i].append(sum(map(len, tokens[i])) / took_s)
+        if tokens[0] != tokens[1]:
+            raise Unmeasured(f"{name}: speculation changed the tokens of round {number}")
+    return compare(f"{name}, speculation vs none", *columns)

@@ -131,7 +131,7 @@ class ModelForwards:
         length = tokens.shape[1]
         behind = mx.arange(length + 1) == ends[:, None] + 1
         longer = mx.where(
-            behind, mx.array(following, dtype=mx.int32)[:, None], mx.pad(tokens, [(0, 0), (0, 1)])
+            behind, mx.array(list(following), dtype=mx.int32)[:, None], mx.pad(tokens, [(0, 0), (0, 1)])
         )
         embeddings = self.embedded(longer)
         own = embeddings[:, :length] if given is None else given

@@ -214,15 +214,11 @@ class Runner:
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays(), *sent])
             self.border.submit(self.forwards, received, done)
-            saves = [
-                (*found, prompt)
-                for *found, prompt in zip(each, ends, frame.prompts, strict=True)
-                if prompt.save
-            ]
-            if saves:
+            if any(prompt.save for prompt in frame.prompts):
                 self.border.flush(self.forwards)
-            for own, end, prompt in saves:
-                self.kept.insert(prompt.save, snapshot(own, end), end, prompt.covers)
+            for own, end, prompt in zip(each, ends, frame.prompts, strict=True):
+                if prompt.save:
+                    self.kept.insert(prompt.save, snapshot(own, end), end, prompt.covers)
             clear_pool()  # attention scores have another size in each chunk
             return Chosen(done, (), (), {}, self.forwards)
         outcome = self._first_tokens(local, frame, after=received, arrays=arrays, remember=remember)

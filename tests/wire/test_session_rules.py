@@ -112,6 +112,11 @@ DECODE_CASES: Cases = {
     "a prompt twice in a forward": (UID, parts((2, 0, 9, 2), (2, 2, 9, 2))),
     "a gap in a prompt beside others": (ORDER, BEGUN, parts((2, 2, 9, 7), (3, 3, 9, 6))),
     "a copy of the same forward for a source": (UID, parts((2, 0, 9, 2), (3, 2, 9, 2), save=4, source=4)),
+    "a row that feeds too many": (
+        FIELD,
+        wide((msg.MAX_WIDTH,), msg.MAX_WIDTH),
+        wide((msg.MAX_WIDTH + 1,), msg.MAX_WIDTH + 1),
+    ),
     "tokens of the same forward twice": (ORDER, msg.ChosenTokens(2, (5,)), msg.ChosenTokens(2, (5,))),
     "tokens of an older forward": (ORDER, msg.ChosenTokens(2, (5,)), msg.ChosenTokens(1, (5,))),
     "lanes for more than its rooms": (FIELD, msg.Arrange((64,), lanes=(0, 0))),

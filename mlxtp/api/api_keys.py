@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import Code, ConfigError, UserError, in_words
 from ..identity.private_files import FILE_MODE, MAX_BYTES, make_folder, read_private, write_private
-from .key_limits import CHALLENGE, CHAT, ON_REQUEST, ApiKey, KeyCounts, KeyUse, Refusal, outlived
+from .key_limits import BATCH, CHALLENGE, CHAT, ON_REQUEST, ApiKey, KeyCounts, KeyUse, Refusal, outlived
 from .request_context import RequestContext, current, note_key
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ _VERSION = 1
 #: Fields written only if they differ from these.
 _DEFAULTS = {each.name: each.default for each in fields(ApiKey)[4:]}
 _LISTS = ("models", "scopes")
+_TEXTS = ("name", "priority")
 
 Stamp = tuple[int, ...]  # changes whenever the file changes
 
@@ -141,7 +142,7 @@ def _key(row: Any) -> ApiKey:
         raise ValueError("a key has fields that this mlxtp does not know")
     for name, value in values.items():
         texts = type(value) is list and all(type(each) is str for each in value)
-        if not (texts if name in _LISTS else type(value) is (str if name == "name" else int)):
+        if not (texts if name in _LISTS else type(value) is (str if name in _TEXTS else int)):
             raise TypeError("a field of a key is of the wrong type")
     digest = bytes.fromhex(row["sha256"])
     if len(digest) != hashlib.sha256().digest_size:
@@ -237,7 +238,8 @@ class KeyRing:
             return Refusal(503, Code.CONFIG, words)
         if (use := self._find(given)) is None:
             return self._unknown(given)
-        note_key(use.key.name, use.key.digest.hex(), use.key.models, loads=use.key.may(ON_REQUEST))
+        loads, batch = use.key.may(ON_REQUEST), use.key.priority == BATCH
+        note_key(use.key.name, use.key.digest.hex(), use.key.models, loads=loads, batch=batch)
         refused, request = use.refusal(scope, now, self._now()), current()
         if refused is None and scope == CHAT and request is not None:
             use.open[request] = None

@@ -31,8 +31,9 @@ from .adapter import About, Dialect, Json, Operation, compact, error_status, in_
 from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
+from .key_limits import BATCH, INTERACTIVE, PRIORITIES
 from .prompts import Prompts, WrittenPrompts, encoded
-from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
+from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance
 from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PRIORITY = "x-mlxtp-priority"  #: Header with the class of a request.
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 _PLAIN = "/#:@+=,;!~ "  # not escaped in a header, nor are letters and digits
 
@@ -158,7 +160,7 @@ class Generation:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
             context = current()
-            ask = replace(ask, model=await self._permitted(ask.model))
+            ask = replace(ask, model=await self._permitted(ask.model), batch=_is_batch(request))
             keep_s = ask.keep_s if context is None or context.loads else None
             lease = await self._backend.acquire_model(
                 ask.model, ask.options.deadline_s, keep_s, _client(request)
@@ -288,6 +290,7 @@ class Generation:
                 logprobs=options.logprobs,
                 ignore_eos=options.ignore_eos,
                 places=prompted.places,
+                batch=ask.batch,
             )
             requests += settings.choices(first, options.n)
 
@@ -361,6 +364,14 @@ def _sharer(request: Request) -> str:
     if account is not None and account.key_hash:
         return f"key {account.key_hash}"
     return "" if is_local(request.scope) else f"address {address_of(request.client)}"
+
+
+def _is_batch(request: Request) -> bool:
+    """Return True for a request of class batch, by its key or its header. Raises RequestError."""
+    given, account = request.headers.get(PRIORITY, INTERACTIVE), current()
+    if given not in PRIORITIES:
+        raise wrong(PRIORITY, " or ".join(PRIORITIES), given)
+    return given == BATCH or (account is not None and account.batch)
 
 
 async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:

@@ -23,6 +23,7 @@ SCOPES: Mapping[str, str] = {
     LOAD: "loading and unloading on the page",
     METRICS: "/metrics and the use of keys",
 }
+PRIORITIES = INTERACTIVE, BATCH = "interactive", "batch"  #: Classes of requests.
 DEFAULT_SCOPES = (CHAT, ON_REQUEST, METRICS)
 MAX_COUNT = 1_000_000_000_000
 MAX_PER_MINUTE = 1_000_000
@@ -52,6 +53,7 @@ class ApiKey:
     concurrent: int = 0
     models: tuple[str, ...] = ()
     scopes: tuple[str, ...] = DEFAULT_SCOPES
+    priority: str = INTERACTIVE
 
     @property
     def problem(self) -> str:
@@ -64,8 +66,12 @@ class ApiKey:
         for name, most, what in COUNTS:
             if not 0 <= (count := getattr(self, name)) <= most:
                 return f"--{name.replace('_', '-')} {count}: a key has from 1 to {most} {what}"
-        if wrong := [scope for scope in self.scopes if scope not in SCOPES]:
-            return f"--scope {wrong[0]:.80}: the scopes are {', '.join(SCOPES)}"
+        scopes = ", ".join(SCOPES)
+        wrong = [f"--scope {each:.80}: the scopes are {scopes}" for each in self.scopes if each not in SCOPES]
+        if self.priority not in PRIORITIES:
+            wrong.append(f"--priority {self.priority:.80}: the classes are {', '.join(PRIORITIES)}")
+        if wrong:
+            return wrong[0]
         if not self.scopes or len(set(self.scopes)) != len(self.scopes):
             return "--scope: name each scope once"
         if wrong := [name for name in self.models if not 0 < len(name) <= MAX_MODEL_CHARS]:

@@ -31,8 +31,8 @@ class RequestContext:
     """
 
     __slots__ = (
-        "admitted", "answers", "app", "arrived", "code", "counted_tokens", "id", "key", "key_hash", "loads",
-        "models", "origin",
+        "admitted", "answers", "app", "arrived", "batch", "code", "counted_tokens", "id", "key", "key_hash",
+        "loads", "models", "origin",
     )  # fmt: skip
 
     def __init__(self, id: str, arrived: float, origin: str = "") -> None:
@@ -45,6 +45,7 @@ class RequestContext:
         self.models: tuple[str, ...] = ()  # models that it may use; empty for all
         self.admitted = False  # a guard let it through
         self.loads = True  # it may load models
+        self.batch = False  # its key is of class batch
         self.code = ""  # code of the error in its answer
         self.counted_tokens = 0  # of prompts that the client only had counted
         self.answers: list[SequenceProgress] = []
@@ -106,6 +107,9 @@ def note(code: str) -> None:
         account.code = code
 
 
-def note_key(name: str, key_hash: str, models: tuple[str, ...] = (), *, loads: bool = True) -> None:
+def note_key(
+    name: str, key_hash: str, models: tuple[str, ...] = (), *, loads: bool = True, batch: bool = False
+) -> None:
     if (account := _current.get()) is not None:
-        account.key, account.key_hash, account.models, account.loads = name, key_hash, models, loads
+        account.key, account.key_hash, account.models = name, key_hash, models
+        account.loads, account.batch = loads, batch

@@ -16,9 +16,12 @@ from rich.table import Table
 from .. import audit
 from ..api.api_keys import KeyFile, kept_use
 from ..api.key_limits import (
+    BATCH,
     COUNTS,
     DEFAULT_SCOPES,
+    INTERACTIVE,
     MAX_PER_MINUTE,
+    PRIORITIES,
     SCOPES,
     ApiKey,
     KeyCounts,
@@ -80,6 +83,14 @@ def create(
             autocompletion=lambda: list(SCOPES),
         ),
     ] = None,
+    priority: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(PRIORITIES),
+            help="Class of its requests. Batch ones begin after interactive ones.",
+            autocompletion=lambda: list(PRIORITIES),
+        ),
+    ] = INTERACTIVE,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +108,7 @@ def create(
             raise UserError(f"--expires {expires}: a key needs at least one second")
         more |= {"expires": int(now) + life_s if life_s >= 0 else 0}
         more |= {"models": tuple([stands_for(each) or each for each in model or ()])}
-        more |= {"scopes": tuple(scope or DEFAULT_SCOPES)}
+        more |= {"scopes": tuple(scope or DEFAULT_SCOPES), "priority": priority}
         if problem := ApiKey(name, b"", int(now), **more).problem:
             raise UserError(problem)
     file = KeyFile(home_of(home))
@@ -157,7 +168,7 @@ def _used(home: Path, keys: Sequence[ApiKey]) -> Mapping[str, Mapping[str, Any]]
 
 def _row(key: ApiKey, used: Mapping[str, Any] | None) -> dict[str, Any]:
     used = used or KeyUse(key, KeyCounts(), 0.0).summary(0.0)
-    rights = {"models": list(key.models), "scopes": list(key.scopes)}
+    rights = {"models": list(key.models), "scopes": list(key.scopes), "priority": key.priority}
     return {"created": key.created, **rights, **used, "last_used": used["last_used"] or None}
 
 
@@ -166,6 +177,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         limits = [counted(row[field], what) for field, _, what in COUNTS if row[field]]
         only = [f"only {each}" for each in row["models"]]
+        only += [BATCH] if row["priority"] == BATCH else []
         tokens = row["prompt_tokens"] + row["generated_tokens"]
         table.add_row(
             row["name"],

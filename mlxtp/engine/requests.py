@@ -140,8 +140,8 @@ class Requests:
         self._policy: Policy | None = None
         self._grammars: Grammars | None = None
         self._compiling: dict[int, msg.Generate] = {}
-        #: Grammars that wait for compilation, by kind and text: the number in FairQueue, and the client.
-        self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
+        #: Grammars that wait for compilation, by kind and text: the number in FairQueue, client and `batch`.
+        self._lined_up: dict[tuple[str, str], tuple[int, tuple[int, bool]]] = {}
         self._turns = FairQueue()
         self._compiles: tuple[str, str] | None = None  # the grammar in compilation
         #: Arrival (monotonic, in seconds) of requests without a forward yet, oldest first.
@@ -267,14 +267,18 @@ class Requests:
             self._start(request, grammar)
             return
         if (kind, text) != self._compiles and (kind, text) not in self._lined_up:
-            own = [turn for turn, client in self._lined_up.values() if client == request.client]
-            crowd = len(own) >= MAX_OWN_COMPILING
+            whose = request.client, request.batch
+            own = [turn for turn, other in self._lined_up.values() if other == whose]
+            crowd = (
+                sum(client == request.client for _, (client, _) in self._lined_up.values())
+                >= MAX_OWN_COMPILING
+            )
             if (crowd or len(self._lined_up) >= MAX_COMPILING) and not request.answered:
                 who = f"{MAX_OWN_COMPILING} grammars of this client" if crowd else f"{MAX_COMPILING} grammars"
                 detail = f"{who} wait to be compiled, which is the limit"
                 self._emitter.send_error(request.uid, Code.OVERLOADED, detail)
                 return
-            self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
+            self._lined_up[kind, text] = self._turns.following(whose, own), whose
         self._compiling[request.uid] = request
         self._compile_next()
 
@@ -282,8 +286,8 @@ class Requests:
         if self._compiles is not None or not self._lined_up:
             return
         kind, text = self._compiles = min(self._lined_up, key=lambda each: self._lined_up[each][0])
-        turn, client = self._lined_up.pop(self._compiles)
-        self._turns.record(client, turn)
+        turn, whose = self._lined_up.pop(self._compiles)
+        self._turns.record(whose, turn)
         mail, grammars = self._mail, self._grammars
         assert grammars is not None
         grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome)))

@@ -415,10 +415,16 @@ class Scheduler:
             self._kv.release(sequence, reason, held)
 
     def _preempt(self) -> None:
-        """Preempt the sequence that loses least, the younger of equals. The oldest of several stays."""
+        """Preempt the sequence that loses least, the younger of equals. The oldest of several stays.
+
+        Batch requests go before others, unless they were preempted already.
+        """
         started = self._waiting.started()
-        oldest, *others = sorted([*self._running, *started], key=lambda sequence: sequence.request)
-        taken = min(reversed(others), key=self._kv.lost, default=oldest)
+        held = sorted([*self._running, *started], key=lambda each: (each.gives_way, each.request))
+        oldest, *others = held
+        taken = min(
+            reversed(others), key=lambda each: (not each.gives_way, self._kv.lost(each)), default=oldest
+        )
         if taken.in_flight:
             return  # wait for its tokens first
         if not self._kv.fits_alone(taken):

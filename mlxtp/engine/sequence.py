@@ -74,6 +74,18 @@ class DraftState:
     accepted: int = 0
 
 
+#: Lines of waiting sequences. The first is for a batch request that others have overtaken often enough.
+NEXT, INTERACTIVE, BATCH = range(3)
+MOST_OVERTAKING = 8  #: interactive requests that begin in a row while a batch request waits
+
+
+@dataclass(slots=True)
+class QueueState:
+    line: int
+    turn: int = 0  # number in the FairQueue of clients
+    user_turn: int = 0  # number in the client's FairQueue of users
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     wants: Generate
@@ -92,13 +104,14 @@ class SequenceState:
     stopped: bool = False
     cached: int = 0
     all_forwards: int = 0
-    turn: int = 0  # number in the FairQueue of clients
-    user_turn: int = 0  # number in the client's FairQueue of users
+    preempted: bool = False
+    place: QueueState = field(init=False)
     shaped: bool = field(init=False)  # only rank 0 can choose its tokens
     gathered: bool = field(init=False)  # a choice of its tokens needs all logits
 
     def __post_init__(self) -> None:
         wants = self.wants
+        self.place = QueueState(BATCH if wants.batch else INTERACTIVE)
         self.tokens.extend(wants.tokens)
         self.progress.prompt = len(wants.tokens)
         self.generated = self.scheduled = wants.answered
@@ -110,8 +123,12 @@ class SequenceState:
         return self.wants.uid
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.turn, self.request
+    def order(self) -> tuple[int, int, int]:
+        return self.place.line, self.place.turn, self.request
+
+    @property
+    def gives_way(self) -> bool:
+        return self.wants.batch and not self.preempted
 
     @property
     def longest(self) -> int:
@@ -167,7 +184,7 @@ class SequenceState:
             self.guide.forced(0)
 
     def start_again(self) -> None:
-        self.uid, self.progress = 0, ProgressState(len(self.tokens))
+        self.uid, self.progress, self.preempted = 0, ProgressState(len(self.tokens)), True
         self.disk.asked, self.disk.spilled = False, 0
 
     def end(self, reason: EndReason) -> Finished:
@@ -216,12 +233,14 @@ class FedRow:
 
 
 class WaitingQueue(deque[SequenceState]):
-    """Sequences whose prefill is not complete. FairQueue orders clients, and then each client's users."""
+    """Sequences whose prefill is not complete. In a line, FairQueue orders clients and then their users."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns = FairQueue()
-        self._user_turns: dict[int, FairQueue] = {}  # by client, while one of its requests waits
+        self._turns = FairQueue(), FairQueue()  # of interactive requests, and of batch ones
+        #: By client and `Generate.batch`, while such a request waits.
+        self._user_turns: dict[tuple[int, bool], FairQueue] = {}
+        self._overtaking = 0  # interactive requests that began since a batch request waits, or began
 
     def started(self) -> list[SequenceState]:
         return [sequence for sequence in self if sequence.uid]
@@ -230,23 +249,26 @@ class WaitingQueue(deque[SequenceState]):
         return [sequence for sequence in self if sequence.uid or sequence.disk.fetch]
 
     def line_up(self, sequence: SequenceState) -> None:
-        waiting = [other for other in self if not other.uid]
-        own = [other for other in waiting if other.wants.client == sequence.wants.client]
-        sequence.turn = self._turns.following(sequence.wants.client, [other.turn for other in own])
+        wants, whose = sequence.wants, (sequence.wants.client, sequence.wants.batch)
+        waiting = [other for other in self if not other.uid and other.place.line == sequence.place.line]
+        own = [other for other in waiting if other.wants.client == wants.client]
+        sequence.place.turn = self._turns[wants.batch].following(
+            wants.client, [other.place.turn for other in own]
+        )
         if not own:
-            self._user_turns.pop(sequence.wants.client, None)
+            self._user_turns.pop(whose, None)
             while len(self._user_turns) >= MAX_CLIENTS:
                 del self._user_turns[next(iter(self._user_turns))]
-        users = self._user_turns.setdefault(sequence.wants.client, FairQueue())
-        same = (other.user_turn for other in own if other.wants.user == sequence.wants.user)
-        sequence.user_turn = users.following(sequence.wants.user, same)
+        users = self._user_turns.setdefault(whose, FairQueue())
+        same = (other.place.user_turn for other in own if other.wants.user == wants.user)
+        sequence.place.user_turn = users.following(wants.user, same)
         self._insert(sequence)
-        if any(other.user_turn > sequence.user_turn for other in own):
+        if any(other.place.user_turn > sequence.place.user_turn for other in own):
             self._give_turns([*own, sequence])
 
     def put_back(self, sequence: SequenceState) -> None:
-        """Line up a preempted sequence by age, before all that were not preempted."""
-        sequence.turn = sequence.user_turn = -1
+        """Line up a preempted sequence by age, before all of its class that were not preempted."""
+        sequence.place = QueueState(BATCH if sequence.wants.batch else INTERACTIVE, -1, -1)
         self._insert(sequence)
 
     def _insert(self, sequence: SequenceState) -> None:
@@ -256,13 +278,20 @@ class WaitingQueue(deque[SequenceState]):
     def _give_turns(self, own: list[SequenceState]) -> None:
         ids = {id(each) for each in own}
         places = [place for place, each in enumerate(self) if id(each) in ids]
-        turns = sorted(each.turn for each in own)
-        own.sort(key=lambda each: each.user_turn)
+        turns = sorted(each.place.turn for each in own)
+        own.sort(key=lambda each: each.place.user_turn)
         for place, turn, each in zip(places, turns, own, strict=True):
             self[place] = each
-            each.turn = turn
+            each.place.turn = turn
 
     def begun(self, sequence: SequenceState) -> None:
-        self._turns.record(sequence.wants.client, sequence.turn)
-        if (users := self._user_turns.get(sequence.wants.client)) is not None:
-            users.record(sequence.wants.user, sequence.user_turn)
+        wants = sequence.wants
+        self._turns[wants.batch].record(wants.client, sequence.place.turn)
+        if (users := self._user_turns.get((wants.client, wants.batch))) is not None:
+            users.record(wants.user, sequence.place.user_turn)
+        first = next((other for other in self if not other.uid and other.place.line == BATCH), None)
+        self._overtaking = 0 if first is None or wants.batch else self._overtaking + 1
+        if first is not None and self._overtaking == MOST_OVERTAKING:
+            self._overtaking, first.place.line = 0, NEXT
+            self.remove(first)
+            self._insert(first)

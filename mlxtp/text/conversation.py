@@ -84,6 +84,7 @@ class GenerationRequest:
     user: str = ""  #: distinguishes clients of one address
     dialect: Any = None  #: the adapter's own data for writing the answer
     keep_s: float | None = None  #: as in `Backend.acquire_model`
+    batch: bool = False  #: as in `Generate`
 
 
 FinishReason = Literal["stop", "length", "cancel"]

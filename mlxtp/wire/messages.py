@@ -464,6 +464,9 @@ class Generate(Message, number=0x20):
     salt: int = _f(_count, default=0)  #: only prompts of one salt share KV caches
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
     places: tuple[int, ...] = _f(_places, default=())  #: ascending; other prompts may agree up to each
+    batch: bool = _f(
+        boolean(), default=False
+    )  #: begins after interactive requests and makes room before them
 
 
 class Accepted(Message, number=0x24):

@@ -123,6 +123,7 @@ DAMAGED = [
             {"created": "1"}, {"created": True}, {"created": -1}, {"created": 10**30},
             {"per_minute": -1}, {"per_minute": 1.5}, {"per_minute": None},
             {"scopes": []}, {"scopes": ["root"]}, {"scopes": "chat"}, {"models": [5]}, {"models": [""]},
+            {"priority": "high"}, {"priority": 1}, {"priority": ["batch"]},
             {"concurrent": -1}, {"tokens_per_day": True}, {"expires": "soon"}, {"expires": -1},
         )
     ),
@@ -173,7 +174,7 @@ for i in range(8):
 
 LIMITS: dict[str, Any] = {
     "expires": int(NOW) + 60, "tokens_per_minute": 1000, "tokens_per_day": 5000, "concurrent": 2,
-    "models": ("org/tiny", "größer"), "scopes": ("chat", "load"),
+    "models": ("org/tiny", "größer"), "scopes": ("chat", "load"), "priority": "batch",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from mlxtp import audit
 from mlxtp.api.api_keys import LOOK_S, KeyFile, KeyRing
+from mlxtp.api.generation import PRIORITY
 from mlxtp.api.guard import Access
 from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
@@ -177,3 +178,14 @@ def test_a_key_for_the_page_loads_models_and_makes_no_join_tokens(shop: tuple[Sh
     ]
     assert admin({"authorization": "Bearer wrong"}, "serve", model="x") == 401
     assert stage.ask(headers=page).status_code == 403
+
+
+def test_a_batch_key_cannot_raise_itself_and_any_key_can_lower_itself(shop: tuple[Shop, Stage]) -> None:
+    keys, stage = shop
+    stage.says("hello")
+    for priority in ("interactive", "batch"):
+        key = keys.key(priority, priority=priority)
+        for header in ({}, {PRIORITY: "interactive"}, {PRIORITY: "batch"}):
+            assert stage.ask(headers=key | header, n=2).status_code == 200
+    found = [request.batch for request in stage.desk.asked[::2]]
+    assert found == [request.batch for request in stage.desk.asked[1::2]] == [False, False, *[True] * 4]

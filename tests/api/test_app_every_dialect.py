@@ -12,6 +12,7 @@ import pytest
 
 from mlxtp.api import generation
 from mlxtp.api.backend import DeploymentHealth
+from mlxtp.api.generation import PRIORITY
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.tokenizer import Text
@@ -43,8 +44,8 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 """Values that ask for nothing."""
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
+def post(server: Server, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
 
 
 def send(server: Server, path: str, content: bytes) -> httpx.Response:
@@ -182,6 +183,18 @@ def test_what_is_not_utf_8_is_called_so(server: Server, path: str) -> None:
 def test_an_empty_list_is_called_empty(server: Server, path: str) -> None:
     refused = post(server, path, plain(path) | {"messages": []})
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "messages is empty")
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_a_header_names_the_class_of_a_request(roomy: Server, path: str) -> None:
+    for name in ("interactive", "batch"):
+        assert post(roomy, path, plain(path), **{PRIORITY: name}).status_code == 200
+    assert post(roomy, path, plain(path)).status_code == 200
+    assert [request.batch for request in roomy.backend.requests] == [False, True, False]
+    refused = post(roomy, path, plain(path), **{PRIORITY: "high"})
+    words = 'x-mlxtp-priority: expected interactive or batch, got "high"'
+    assert (refused.status_code, words_of(refused)) == (400, words)
+    assert len(roomy.backend.requests) == 3
 
 
 # --- several models ---------------------------------------------------------------------------------------

@@ -90,20 +90,26 @@ LLAMA = "mlx-community/Llama-3.2-1B-Instruct-4bit"
 def test_keys_as_json(tmp_path: Path) -> None:
     limits = ["--per-minute", "60", "--tokens-per-day", "5000", "--concurrent", "2", "--expires", "30d"]
     rights = ["--model", "org/tiny", "--model", "llama3.2:1b", "--scope", "chat", "--scope", "load"]
+    rights += ["--priority", "batch"]
     made = json.loads(mlxtp(tmp_path, "key", "create", "laptop", *limits, *rights, "--json").stdout)
     assert made.pop("key").startswith("mlxtp_")
     created = made["created"]
     assert made == {
         "name": "laptop", "created": created, "expires": created + 30 * 86_400, "per_minute": 60,
         "tokens_per_minute": None, "tokens_per_day": 5000, "concurrent": 2,
-        "models": ["org/tiny", LLAMA], "scopes": ["chat", "load"], "requests": 0, "refused": 0,
+        "models": ["org/tiny", LLAMA], "scopes": ["chat", "load"], "priority": "batch",
+        "requests": 0, "refused": 0,
         "prompt_tokens": 0, "generated_tokens": 0, "tokens_today": 0, "open": 0, "last_used": None,
     }  # fmt: skip
     assert KeyFile(tmp_path).load()[0].models == ("org/tiny", LLAMA)
     mlxtp(tmp_path, "key", "create", "phone")
     listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
     assert listed[0] == made
-    assert (listed[1]["name"], listed[1]["per_minute"]) == ("phone", None)
+    assert [listed[1][field] for field in ("name", "per_minute", "priority")] == [
+        "phone",
+        None,
+        "interactive",
+    ]
     assert json.loads(mlxtp(tmp_path, "key", "revoke", "phone", "--json").stdout) == {
         "revoked": "phone",
         "left": 1,
@@ -114,7 +120,7 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     assert mlxtp(tmp_path, "key", "list").stdout.startswith("there are no API keys; `mlxtp key create NAME`")
     file = KeyFile(tmp_path)
     file.create("laptop", 60, USED - 86_400)
-    file.create("phone", 0, USED - 86_400, models=("org/tiny",))
+    file.create("phone", 0, USED - 86_400, models=("org/tiny",), priority="batch")
     file.create("old", 1, USED - 86_400, expires=USED - 86_000)
     shown = mlxtp(tmp_path, "key", "list").stdout
     rows = [line.split() for line in shown.splitlines()]
@@ -122,6 +128,7 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     assert [row[0] for row in rows if row and row[-2:] == ["never", "-"]] == ["laptop", "phone"]
     shown = " ".join(shown.split())
     assert "60 requests" in shown
+    assert shown.count("batch") == 1
     assert "0 requests, 0" in shown
     assert "org/tiny" in shown
     assert "1 request a minute" in shown
@@ -183,6 +190,7 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
         ("create x --per-minute 2000000", 2, "--per-minute 2000000: a key has from 1 to 1000000"),
         ("create x --concurrent 0", 2, "--concurrent 0: a key needs at least one"),
         ("create x --scope root", 2, "--scope root: the scopes are chat, on-request, load"),
+        ("create x --priority high", 2, "--priority high: the classes are interactive, batch"),
         ("create x --expires soon", 2, "--expires: 'soon' is not forever, or a time"),
         ("create x --expires 0", 2, "--expires 0: a key needs at least one second"),
         ("create x --expires 9999d", 2, "--expires: '9999d' is not forever, or a time up to 365"),

@@ -578,13 +578,14 @@ class Simulation:
         user: int = 0,
         salt: int = 0,
         places: tuple[int, ...] = (),
+        batch: bool = False,
     ) -> Request:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
         tokens = tuple(1000 * uid + n for n in range(prompt)) if isinstance(prompt, int) else prompt
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
-        whose = {"client": client, "user": user, "salt": salt}
+        whose = {"client": client, "user": user, "salt": salt, "batch": batch}
         wants = {"logprobs": 0 if scored else -1, "ignore_eos": ignore_eos, "places": places}
         self.scheduler.add(Generate(uid, tokens, max_tokens, **wants, **whose), guide)
         return request

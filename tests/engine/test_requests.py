@@ -51,10 +51,10 @@ def requests(refused: dict[int, Code]) -> Requests:
     return made
 
 
-def guided(uid: int, pattern: str, answered: int = 0, client: int = 0) -> Generate:
+def guided(uid: int, pattern: str, answered: int = 0, client: int = 0, *, batch: bool = False) -> Generate:
     tokens = (1, *range(10, 10 + answered))
     shaping = Shaping(grammar_kind="regex", grammar=pattern)
-    return Generate(uid, tokens, 9, shaping=shaping, answered=answered, client=client)
+    return Generate(uid, tokens, 9, shaping=shaping, answered=answered, client=client, batch=batch)
 
 
 def test_biased_tokens_and_values_of_unlike_number_are_refused(
@@ -117,14 +117,26 @@ def test_one_client_s_grammars_leave_places_for_others_and_clients_take_turns(
     for uid in range(MAX_OWN_COMPILING + 1):
         requests._compile(guided(uid, f"a{uid}", client=7))
     assert refused == {}
-    requests._compile(guided(100, "b", client=7))
-    assert refused == {100: Code.OVERLOADED}
+    for uid in (100, 102):
+        requests._compile(guided(uid, "b", client=7, batch=uid == 102))
+    assert refused == {100: Code.OVERLOADED, 102: Code.OVERLOADED}
     requests._compile(guided(101, "c", client=8))
     grammars = cast(Any, requests._grammars)
     assert grammars.submitted == ["a0"]
     for text in ("a0", "c"):
         requests.compiled(grammars, "regex", text, RequestError("too big"))
     assert grammars.submitted == ["a0", "c", "a1"]
+
+
+def test_batch_requests_take_turns_at_the_compiler_with_interactive_ones_of_their_client(
+    requests: Requests,
+) -> None:
+    for uid in range(4):
+        requests._compile(guided(uid, f"a{uid}", client=7, batch=uid < 3))
+    grammars = cast(Any, requests._grammars)
+    for text in ("a0", "a3"):
+        requests.compiled(grammars, "regex", text, RequestError("too big"))
+    assert grammars.submitted == ["a0", "a3", "a1"]
 
 
 def test_a_grammar_without_a_waiting_request_is_not_compiled(requests: Requests) -> None:

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
-from mlxtp.engine.sequence import Lanes, SequenceState
+from mlxtp.engine.sequence import MOST_OVERTAKING, Lanes, SequenceState
 from mlxtp.engine.steps import DecodeFrame, Policy, SampledToken
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import (
+    MAX_PROMPTS,
     MAX_WIDTH,
     RESTS,
     Arrange,
@@ -37,7 +38,7 @@ from mlxtp.wire.messages import (
 )
 
 from ..wire.forwards import is_step, reads_prompts
-from .simulation import EOS, Disk, FakeGuide, Ranks, Request, Simulation, next_frame
+from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_frame
 from .tables import cases, refused
 
 pytestmark = pytest.mark.fault
@@ -359,8 +360,11 @@ def beginnings(simulation: Simulation) -> list[int]:
     return [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
 
 
-def line_up(simulation: Simulation, client: int, count: int, user: int = 0, tokens: int = 1) -> list[int]:
-    return [simulation.add(prompt=1, max_tokens=tokens, client=client, user=user).uid for _ in range(count)]
+def line_up(
+    simulation: Simulation, client: int, count: int, user: int = 0, tokens: int = 1, **wants: Any
+) -> list[int]:
+    wants |= {"client": client, "user": user}
+    return [simulation.add(prompt=1, max_tokens=tokens, **wants).uid for _ in range(count)]
 
 
 @cases(
@@ -390,25 +394,27 @@ def test_a_client_with_many_requests_does_not_hold_up_one_with_one() -> None:
     assert beginnings(finish(simulation))[:4] == [1, 2, 21, 3]
 
 
-def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_are() -> None:
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_are(batch: bool) -> None:
     simulation = Simulation(max_rows=1)
     for _ in range(9):
         line_up(simulation, 8, 1, user=1)
         simulation.drain()
     for user in (1, 1, 1, 2, 3):
-        line_up(simulation, 7, 1, user=user)
+        line_up(simulation, 7, 1, user=user, batch=batch)
     assert beginnings(finish(simulation))[9:] == [10, 13, 14, 11, 12]
 
 
-def test_a_client_with_many_requests_does_not_starve_the_others() -> None:
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_client_with_many_requests_does_not_starve_the_others(batch: bool) -> None:
     simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 4)
-    waiting = {client: line_up(simulation, client, 1) for client in (8, 9, 10)}
+    line_up(simulation, 7, 4, batch=batch)
+    waiting = {client: line_up(simulation, client, 1, batch=batch) for client in (8, 9, 10)}
     while len(beginnings(simulation)) < 16:
         simulation.tick()
         for client, (uid,) in waiting.items():
             if simulation.requests[uid].ends:
-                waiting[client] = line_up(simulation, client, 1)
+                waiting[client] = line_up(simulation, client, 1, batch=batch)
     assert set(beginnings(simulation)) >= {1, 2, 3, 4}
 
 
@@ -422,6 +428,83 @@ def test_what_a_client_cancelled_is_not_held_against_it() -> None:
     late = line_up(simulation, 7, 1)
     simulation.drain()
     assert beginnings(simulation) == [1, *late, *others]
+
+
+@cases(
+    "interactive, turns",
+    {
+        "none waits": (0, [1, 2, 7, 3, 4, 5, 6]),
+        "some wait": (3, [1, 8, 9, 10, 2, 7, 3, 4, 5, 6]),
+        "more wait than may overtake": (
+            2 * MOST_OVERTAKING,
+            [1, *range(8, 15), 2, *range(15, 23), 7, 23, 3, 4, 5, 6],
+        ),
+    },
+)
+def test_batch_requests_wait_for_interactive_ones_but_not_for_ever(
+    interactive: int, turns: list[int]
+) -> None:
+    """The first begins while the batch ones of two clients wait, which take turns of their own."""
+    simulation = Simulation(max_rows=1)
+    line_up(simulation, 7, 1)
+    line_up(simulation, 7, 5, batch=True)
+    line_up(simulation, 8, 1, batch=True)
+    line_up(simulation, 7, interactive)
+    assert beginnings(finish(simulation)) == turns
+
+
+def test_users_take_turns_in_their_class() -> None:
+    simulation = Simulation(max_rows=1)
+    for user, batch in ((1, False), (1, True), (1, False), (1, True), (2, True), (2, False)):
+        line_up(simulation, 7, 1, user, batch=batch)
+    assert beginnings(finish(simulation)) == [1, 6, 3, 2, 5, 4]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_user_s_turns_count_once_they_have_begun(batch: bool) -> None:
+    simulation = Simulation(max_rows=1)
+    line_up(simulation, 7, 5, user=1, batch=batch)
+    while len(beginnings(simulation)) < 2:
+        simulation.tick()
+    line_up(simulation, 7, 3, user=2, batch=batch)
+    assert beginnings(finish(simulation)) == [1, 2, 6, 3, 7, 4, 8, 5]
+
+
+def test_turns_of_one_class_are_none_of_the_other() -> None:
+    """Interactive requests of a client and its user begin while batch ones of both wait."""
+    simulation = Simulation(max_rows=1)
+    line_up(simulation, 7, 1, user=1, tokens=20)
+    simulation.ticks(2)
+    line_up(simulation, 7, 3, user=1, batch=True)
+    line_up(simulation, 7, 4, user=2)
+    while len(beginnings(simulation)) < 5:
+        simulation.tick()
+    line_up(simulation, 8, 1, batch=True)
+    line_up(simulation, 7, 1, user=2, batch=True)
+    assert beginnings(finish(simulation))[5:] == [2, 9, 10, 3, 4]
+
+
+def test_a_cancelled_batch_request_takes_its_turn_with_it() -> None:
+    simulation = Simulation(max_rows=1)
+    line_up(simulation, 7, 3, batch=True)
+    line_up(simulation, 8, 3 * MOST_OVERTAKING)
+    while len(beginnings(simulation)) < MOST_OVERTAKING:
+        simulation.tick()
+    simulation.cancel(1)
+    simulation.drain()
+    assert beginnings(simulation) == [*range(4, 20), 2, *range(20, 28), 3]
+
+
+def test_a_batch_prompt_under_way_is_none_that_waits() -> None:
+    simulation = Simulation(max_rows=3, prefill_chunk=1)
+    simulation.add(100, 1, batch=True)
+    simulation.ticks(2)
+    line_up(simulation, 8, 5)
+    simulation.ticks(20)
+    assert beginnings(simulation) == [*range(1, 7)]
+    line_up(simulation, 7, 1, batch=True)
+    line_up(simulation, 8, 12)
+    assert beginnings(finish(simulation))[6:] == [*range(8, 16), 7, *range(16, 20)]
 
 
 # --- cancelling -------------------------------------------------------------------------------------------
@@ -961,6 +1044,56 @@ def test_the_one_that_loses_least_makes_room(course: str, taken: int, prefixes: 
     """There is room for 20 and 300 tokens, and for half of the others."""
     simulation = played(f"{course} end", kv_tokens=576, prefill_chunk=512, prefixes=prefixes)
     assert preempted(simulation)[0] == taken
+
+
+@cases(
+    "batch, taken",
+    {
+        "before others that lose less": ((3,), [3]),
+        "though it is the oldest": ((1,), [1]),
+        "of several the one that loses least": ((2, 3), [2]),
+        "of batch ones alone not the oldest": ((1, 2, 3), [2]),
+    },
+)
+def test_batch_requests_make_room_first(batch: tuple[int, ...], taken: list[int]) -> None:
+    simulation = Simulation(kv_tokens=576, prefill_chunk=512)
+    for uid, (prompt, new) in enumerate(((20, 300), (20, 200), (150, 200)), 1):
+        simulation.add(prompt, new, batch=uid in batch)
+    assert preempted(finish(simulation))[:1] == taken
+
+
+def test_a_batch_request_makes_room_for_interactive_ones_once() -> None:
+    """Then its age counts, as that of any other."""
+    simulation = Simulation(kv_tokens=1024, prefill_chunk=512)
+    for prompt, batch in ((80, True), (80, False), (80, False)):
+        simulation.add(prompt, 100, batch=batch)
+    simulation.ticks(10)
+    simulation.resize(400)
+    assert preempted(simulation) == [1]
+    simulation.add(80, 100)
+    simulation.resize(1024)
+    simulation.ticks(10)
+    assert beginnings(simulation)[3:] == [4, 1]
+    simulation.resize(400)
+    assert preempted(simulation) == [1, 4, 3]
+    finish(simulation)
+
+
+def test_a_batch_request_whose_turn_it_was_makes_room_without_its_turn() -> None:
+    simulation = Simulation(kv_tokens=1024, prefill_chunk=512, max_rows=3)
+    line_up(simulation, 8, MOST_OVERTAKING)
+    simulation.add(80, 100, batch=True)
+    line_up(simulation, 8, 1)
+    simulation.add(80, 100, client=8)
+    while len(beginnings(simulation)) < MOST_OVERTAKING + 3:
+        simulation.tick()
+    assert beginnings(simulation)[-3:] == [9, 10, 11]
+    simulation.resize(192)
+    assert preempted(simulation) == [9]
+    simulation.add(80, 100)
+    simulation.resize(1024)
+    simulation.drain()
+    assert beginnings(simulation)[-2:] == [12, 9]
 
 
 def test_what_another_row_has_too_is_not_lost() -> None:
@@ -1720,7 +1853,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(48, marks=pytest.mark.chaos)])
 def test_the_oldest_never_makes_room_and_others_not_for_ever(seeds: int) -> None:
-    """Of the others the one that loses least does, and none often."""
+    """Of the others a batch request does that never did before, else the one that loses least; none often."""
     taken = 0
     for seed in range(seeds):
         random = Random(seed)
@@ -1733,29 +1866,52 @@ def test_the_oldest_never_makes_room_and_others_not_for_ever(seeds: int) -> None
             chunk_beside=64,
             max_rows=8,
         )
-        check = simulation.ranks.make
-
-        def make(frame: DecodeFrame, *known: Any, ranks: Ranks = simulation.ranks, check: Any = check) -> Any:
-            if isinstance(frame, SessionStop) and frame.reason == "preempt":
-                held = {
-                    ranks.request_of[uid]: len(ranks.contents[uid])
-                    for uid in (*ranks.rows, *ranks.prefilling)
-                }
-                del held[min(held)]
-                assert ranks.request_of[frame.uid] == min(held, key=lambda request: (held[request], -request))
-            return check(frame, *known)
-
-        simulation.ranks.make = make  # type: ignore[method-assign]
-        for _ in range(12):
-            simulation.add(
-                random.choice((random.randint(5, 60), random.randint(100, 300))), random.randint(1, 120)
-            )
+        batch = check_whom_it_takes(simulation)
+        for uid in range(1, 13):
+            batch |= {uid} if random.random() < 0.3 else set()
+            length = random.choice((random.randint(5, 60), random.randint(100, 300)))
+            simulation.add(length, random.randint(1, 120), batch=uid in batch)
             simulation.ticks(random.randint(0, 25))
         finish(simulation)
         often = Counter(preempted(simulation))
         taken += often.total()
         assert max(often.values(), default=0) <= 3
     assert taken > seeds
+
+
+def check_whom_it_takes(simulation: Simulation) -> set[int]:
+    """Check each preemption from now on. Returns the batch requests that made no room, to be added to."""
+    gives_way, ranks = set[int](), simulation.ranks
+    make = ranks.make
+
+    def checked(frame: DecodeFrame, *known: Any) -> Any:
+        if isinstance(frame, SessionStop) and frame.reason == "preempt":
+            uids = (*ranks.rows, *ranks.prefilling)
+            held = {ranks.request_of[uid]: len(ranks.contents[uid]) for uid in uids}
+            del held[min(held, key=lambda uid: (uid in gives_way, uid))]
+            first = min(held, key=lambda uid: (uid not in gives_way, held[uid], -uid))
+            assert ranks.request_of[frame.uid] == first
+            gives_way.discard(first)
+        return make(frame, *known)
+
+    ranks.make = checked  # type: ignore[method-assign]
+    return gives_way
+
+
+def test_a_batch_request_ends_however_many_interactive_ones_crowd_it_out() -> None:
+    """There is room for three, of which it always loses most, and most of the time for one only."""
+    for seed in range(4):
+        random = Random(seed)
+        simulation = Simulation(kv_tokens=512, prefill_chunk=512, max_rows=4)
+        batch = simulation.add(40, 150, batch=True)
+        while not batch.ends:
+            open_ = sum(not request.ends for request in simulation.requests.values())
+            if open_ < 6:
+                simulation.add(random.randint(20, 60), random.randint(100, 150))
+            simulation.tick()
+            assert len(simulation.requests) < 40
+        assert preempted(simulation).count(1) <= 2
+        finish(simulation)
 
 
 def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() -> None:
@@ -1807,6 +1963,42 @@ def test_what_was_on_disk_before_changes_no_answer(
         check_answers(
             play({**set_up, "row_tokens": 0, "prefixes": True, "rolls_back": rolls_back}, course, disk)
         )
+
+
+lines = st.tuples(st.integers(7, 9), st.integers(0, 2), st.booleans(), st.integers(1, 12), st.integers(0, 9))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 3), st.sampled_from((0, 64)), st.lists(lines, max_size=20))
+def test_no_batch_request_starves_and_none_begins_before_an_interactive_one_without_need(
+    max_rows: int, together: int, course: list[tuple[int, int, bool, int, int]]
+) -> None:
+    """Prompts that are computed together begin together, at most `MAX_PROMPTS`, before turns are counted."""
+    simulation = Simulation(max_rows=max_rows, together=together)
+    waiting: dict[int, bool] = {}
+    batch, overtaking, seen = dict[int, bool](), 0, 0
+
+    def watch() -> None:
+        nonlocal overtaking, seen
+        begun = beginnings(simulation)
+        for uid in begun[seen:]:
+            del waiting[uid]
+            if batch[uid]:
+                assert overtaking >= MOST_OVERTAKING or all(waiting.values()), "an interactive one waits"
+            overtaking = 0 if batch[uid] or not any(waiting.values()) else overtaking + 1
+            assert overtaking < MOST_OVERTAKING + max(min(max_rows, MAX_PROMPTS) if together else 1, 1)
+        seen = len(begun)
+
+    for client, user, is_batch, count, ticks in course:
+        new = line_up(simulation, client, count, user, batch=is_batch)
+        waiting |= dict.fromkeys(new, is_batch)
+        batch |= dict.fromkeys(new, is_batch)
+        for _ in range(ticks):
+            simulation.tick()
+            watch()
+    finish(simulation)
+    watch()
+    assert not waiting
 
 
 @settings(max_examples=80, deadline=None)

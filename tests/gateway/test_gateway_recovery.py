@@ -47,7 +47,9 @@ async def error_of(answer: Any) -> MlxtpError:
 @pytest.mark.parametrize("why", [LOST, REPLANNED])
 async def test_the_next_group_is_asked_for_what_is_missing(stage: Stage, why: GroupError) -> None:
     """With everything that decides which token comes next, and under a uid that was never used."""
-    wanted = Generate(0, (1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
+    wanted = Generate(
+        0, (1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True, batch=True
+    )
     answer = stage.gateway.generate(wanted)
     stage.gateway.on_event(Accepted(1))
     stage.say(1, 50, 51)
@@ -336,8 +338,8 @@ async def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on(stag
 async def test_requests_of_other_agents_are_given_back_to_them(stage: Stage) -> None:
     told: list[Message] = []
     cancelled: list[Message] = []
-    stage.gateway.relay(Generate(70, (1, 2, 3), 9, answered=1), told.append)
-    assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1)]
+    stage.gateway.relay(Generate(70, (1, 2, 3), 9, answered=1, batch=True), told.append)
+    assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1, batch=True)]
     stage.say(1, 50, start=1)
     assert told == [Delta((70,), (1,), (50,))]
     stage.gateway.relay(Generate(69, (1, 2, 3), 9, answered=1), cancelled.append)()

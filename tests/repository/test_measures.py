@@ -40,20 +40,20 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 3_756,
     "admin": 1_714,
-    "api": 9_584,
-    "cli": 5_410,
+    "api": 9_607,
+    "cli": 5_422,
     "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 11_463,
+    "engine": 11_502,
     "gateway": 1_743,
     "groups": 5_891,
     "identity": 1_222,
     "models": 3_268,
     "placement": 4_125,
     "service": 611,
-    "text": 5_126,
-    "wire": 4_135,
+    "text": 5_127,
+    "wire": 4_138,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.
 

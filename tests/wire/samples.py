@@ -185,7 +185,7 @@ EXAMPLES: dict[type[msg.Message], msg.Message] = {
         msg.TimeCollectives("sum", 1024, 8),
         msg.CollectivesTimed(0.25, False),
         msg.Generate(1, (5, 6, 7), 100),
-        msg.Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2)),
+        msg.Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2), batch=True),
         msg.Accepted(1),
         msg.Prefilled(1, 512, 128),
         msg.Delta((1,), (0,), (42,)),
@@ -425,6 +425,7 @@ _STRATEGIES: dict[type[msg.Message], st.SearchStrategy[msg.Message]] = {
         salt=_count,
         group=_group,
         places=_ints(1, msg.MAX_CONTEXT, 0, msg.MAX_PLACES),
+        batch=st.booleans(),
     ),
     msg.Accepted: st.builds(msg.Accepted, _uid),
     msg.Prefilled: st.builds(msg.Prefilled, _uid, _count, _count),
@@ -614,4 +615,5 @@ def fullest_generate(tokens: int) -> msg.Generate:
         user=msg.U63,
         salt=msg.U63,
         places=(msg.MAX_CONTEXT,) * msg.MAX_PLACES,
+        batch=True,
     )

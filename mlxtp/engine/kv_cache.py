@@ -565,7 +565,7 @@ class KVCacheManager:
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
             for sequence in self._running:
                 sequence.progress.room = roomy(max(_lengths(self._running)))
-            self._is_stale = False
+            self._is_stale = self._occupied(joining) > self.kv_tokens
             return True
         running, started = self._running, self._waiting.holding()
         own = [capacity(sequence.progress.prompt) for sequence in started]

@@ -1205,19 +1205,19 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
 # --- room that changes ------------------------------------------------------------------------------------
 
 
-def crowded_by_four(kv_tokens: int, *, prefixes: bool = False, run_ahead: int = 1) -> Simulation:
+def crowded_by_four(kv_tokens: int, **policy: Any) -> Simulation:
     """Four requests run. They have room for 128 tokens each, and will have 192 in the end."""
-    room = {"kv_tokens": kv_tokens, "prefixes": prefixes, "prefill_chunk": 512, "together": 512}
-    simulation = played("4x80+100 t30", run_ahead=run_ahead, **room)
+    room = {"kv_tokens": kv_tokens, "prefill_chunk": 512, "together": 512}
+    simulation = played("4x80+100 t30", **room, **policy)
     assert len(simulation.ranks.rows) == 4
     simulation.frames.clear()
     return simulation
 
 
 @RUN_AHEAD
-@pytest.mark.parametrize("prefixes", [False, True])
-def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, *, prefixes: bool) -> None:
-    simulation = crowded_by_four(1024, prefixes=prefixes, run_ahead=run_ahead)
+@pytest.mark.parametrize("policy", [{}, {"prefixes": True}, {"rolls_back": False}])
+def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, policy: dict[str, bool]) -> None:
+    simulation = crowded_by_four(1024, run_ahead=run_ahead, **policy)
     simulation.resize(400)
     assert sketch(simulation.frames) == "S4 S3 T"
     finish(simulation)

@@ -58,7 +58,7 @@ SAMPLES, FEW = 10, 3  #: newest steps of a kind to average; plain steps to measu
 SHORT = 1024  #: tokens of a row; costs are kept apart for each doubling above it
 WIDTHS = (1, *[1 + drafts for drafts in LENGTHS])  #: tokens fed to a row
 WIDER = 0.1  #: guess: cost of each token fed to a row, in plain steps
-TOO_SLOW = 2.0  #: one step that takes so many plain steps for each of its tokens is enough to know
+TOO_SLOW = 2.0  #: plain steps for each token of a step that needs no second one to count
 
 
 class StepKind(NamedTuple):
@@ -96,7 +96,7 @@ class StepCosts:
         return {fed: min(costs[at:]) for at, fed in enumerate(WIDTHS)}  # a longer draft costs more
 
     def took(self, kind: StepKind, tokens: int, seconds: float) -> bool:
-        """Record a step; return True if it was too slow. The first of a kind may have compiled kernels."""
+        """Record a step; return True if both of its kind are slow. The first may have compiled kernels."""
         slow = 0 < TOO_SLOW * tokens * self.plain_s(kind.rows) < seconds * kind.rows
         kind = kind._replace(rows=bucket(kind.rows))
         enough = slow and any(kind == earlier for _, earlier in self.newest)
@@ -107,17 +107,14 @@ class StepCosts:
             self._average_s[self.context, kind] = sum(usual) / len(usual)
         self._drafting = self._drafting % LONGEST_PAUSE + 1 if kind.fed else 0
         if self._drafting == LONGEST_PAUSE:
-            self._forget((self.context, StepKind(kind.rows)))
-        return slow
+            self._average_s.pop((self.context, StepKind(kind.rows)), None)
+            self.newest[self.context, StepKind(kind.rows)].clear()
+        return slow and len(newest) == 2
 
     def forget(self, proposer: Proposer) -> None:
-        for at in self.newest:
-            if at[1].fed and at[1].proposer == proposer:
-                self._forget(at)
-
-    def _forget(self, at: tuple[int, StepKind]) -> None:
-        self.newest[at].clear()
-        self._average_s.pop(at, None)
+        for at in [at for at in self.newest if at[1].fed and at[1].proposer == proposer]:
+            self.newest[at].clear()
+            self._average_s.pop(at, None)
 
 
 def _estimate(known: Mapping[int, float], fed: int) -> float:
@@ -248,8 +245,7 @@ class DraftPolicy:
         self._steps += 1
         slow = seconds > 0 and self.costs.took(kind, tokens, seconds)
         gained = 0.0
-        if kind.fed:
-            self._asked = None
+        self._asked = None if kind.fed else self._asked
         if kind.fed and paid:
             gained = tokens / kind.rows - self.costs.table(kind.rows, kind.proposer)[kind.fed]
         self.allowance = min(self.allowance + EARNED + gained * (1 + slow), AT_MOST)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.payoff import (
     AT_FIRST,
+    EARNED,
     FEW,
     LENGTHS,
     LONGEST_PAUSE,
@@ -346,6 +347,26 @@ def test_what_was_lost_keeps_sources_from_being_asked_again_and_not_what_pays() 
         played.policy.allowance = -20.0
         played.run(LONGEST_PAUSE)
         assert sum(bool(plan) for plan in played.plans[300:]) == pytest.approx(pays * LONGEST_PAUSE, abs=5)
+
+
+def test_drafts_begin_at_a_gain_that_is_no_noise_and_go_on_while_they_pay() -> None:
+    policy, source = DraftPolicy(costs=known_costs()), ("lookup", 0)
+    for _ in range(2):
+        policy.costs.took(StepKind(1, 2), 2, 1.5)
+    plans = []
+    for share in (0.53, 0.57, 0.51, 0.49):
+        policy.step(StepKind(1, 1), 1)
+        plans.append(policy.plan([({source: 1}, {source: [(share, 20.0)]})], 1, 1))
+    assert [drafts_of(plan) for plan in plans] == [0, 1, 1, 0]
+
+
+def test_a_first_slow_step_is_a_loss_once_another_one_was_slow() -> None:
+    """Its kernels were compiled, say."""
+    policy = DraftPolicy(costs=known_costs())
+    for gained in (0.8, -2 * 98.0):
+        before = policy.allowance
+        policy.step(StepKind(1, 2), 2, 100.0)
+        assert policy.allowance == pytest.approx(before + EARNED + gained)
 
 
 def test_it_decides_alike_when_it_is_told_the_same() -> None:

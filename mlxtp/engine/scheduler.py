@@ -181,7 +181,9 @@ class Scheduler:
             if ends is None:
                 ends = end == prompt
             if (end == prompt) != ends:
-                continue
+                if sequence.uid:
+                    continue
+                break  # prompts begin in the order they came
             left = (end if sequence.uid else prompt) - at  # a prompt that is longer begins by itself
             wide = max(widest, left) * (len(group) + 1)
             longest = max(longest, prompt)

@@ -321,7 +321,7 @@ def test_a_model_of_unknown_sizes_is_whole_on_one_rank() -> None:
         ("gpt_oss", "windows of tokens", "quantized KV"),
         ("qwen3_next", "recurrent states, fed again", "quantized KV"),
         (
-            "jamba",
+            "jamba-stages",
             "recurrent states, fed again, prompts apart",
             "several prompts in one forward, quantized KV",
         ),

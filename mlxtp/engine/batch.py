@@ -554,7 +554,7 @@ def _divide(whole: Any, caches: Sequence[Any], widths: Sequence[int], width: int
         return
     if _kind(caches[0]) == STATE:
         for row, cache in enumerate(caches):
-            cache.cache = [array[row : row + 1] for array in whole.cache]
+            cache.cache = [mx.contiguous(array[row : row + 1]) for array in whole.cache]
         return
     held = [cache.size() for cache in caches]
     # Rows are right-aligned before the new tokens. A window has lost the oldest ones to them.

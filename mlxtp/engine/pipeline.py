@@ -398,12 +398,12 @@ class StageTimes:
         self.busy_s = self.waiting_s = 0.0
         self._ended = 0.0  # when the newest forward ended
         self._blocked_s = 0.0  # since then
-        self._prompt = 0  # uid of the prompt in prefill
+        self._prompts: tuple[int, ...] = ()  # uids of prompts in prefill
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
-        goes_on = not frame.prompts or frame.rows == (self._prompt,)
-        self._prompt = frame.unfinished
+        goes_on = not frame.prompts or frame.rows == self._prompts
+        self._prompts = frame.rows if frame.unfinished else ()
         if idle and goes_on:
             self.waiting_s += now - self._ended
         if idle:

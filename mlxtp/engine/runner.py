@@ -178,7 +178,8 @@ class Runner:
         """
         if not frame.prompts:
             return self._step(frame, known)
-        if len(frame.rows) > 1 and isinstance(self._batch, SlotCaches) and self._caches.can.truncatable:
+        whole = len(frame.rows) > 1 and not frame.unfinished and self._caches.can.truncatable
+        if whole and isinstance(self._batch, SlotCaches):
             return self._read_into(self._batch, frame)
         return self._read(frame)
 
@@ -230,7 +231,7 @@ class Runner:
     def _part(self, uid: int, offset: int, prompt: PromptPart) -> Caches:
         if uid not in self._prefilling:
             self._prefilling[uid] = self._begin(uid, offset, prompt)
-            self._caches.reserve(self._prefilling[uid], offset, prompt.total)
+        self._caches.reserve(self._prefilling[uid], offset, prompt.total)
         return self._prefilling[uid]
 
     def _read_into(self, batch: SlotCaches, frame: Forward) -> Chosen:
@@ -297,7 +298,7 @@ class Runner:
 
         if greedy:
             return end(found[0], found[1], {})
-        logits, choose = self._gather(found[0], frame, widths, tuple([place + 1 for place in at]))
+        logits, choose = self._exchange(found[0], frame, widths, tuple([place + 1 for place in at]))
         try:
             if known is not None:
                 mx.async_eval(logits, *self._batch.arrays())
@@ -435,7 +436,7 @@ class Runner:
             tokens, embeddings = self._vocabulary.winners(local)
         else:
             at = tuple([prompt.total for prompt in frame.prompts])
-            tokens, scores = self._gather(local, frame, widths, at)[1]()
+            tokens, scores = self._exchange(local, frame, widths, at)[1]()
         if self._model.head is not None:
             embeddings = self._model.embedded(tokens) if embeddings is None else embeddings
             found = remember(embeddings)
@@ -446,7 +447,7 @@ class Runner:
         self._inputs.joined(outcome, embeddings)
         return outcome
 
-    def _gather(
+    def _exchange(
         self, local: mx.array, frame: Forward, widths: tuple[int, ...], at: tuple[int, ...]
     ) -> tuple[mx.array, Callable[[], tuple[mx.array, Scores]]]:
         """Exchange what the frame says. Return the logits of its gathered rows, and a function that chooses

@@ -25,8 +25,9 @@ from .speculation import Speculation
 
 #: Most prompts in prefill at once. Long prompts alternate; a prompt of a single chunk does not count.
 MAX_PREFILLING = 4
-#: Most tokens of KV caches that a forward over several prompts may copy, where rows share no arrays.
-MAX_COPIED = 1 << 14
+#: Most tokens of KV caches in a forward over several prompts where rows share no arrays: up to four copies of
+#: them live at once. The room holds COPIED_SHARE times as much, and a third of its memory is free.
+MAX_COPIED, COPIED_SHARE = 1 << 14, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,9 @@ class Scheduler:
         self._budget = min(self._budget, limit) if beside else limit
         started = self._waiting.holding()
         free = policy.max_rows - len(self._running) - len(started)
-        parts = self._kv.keeps_snapshots or not self._waiting[0].uid
-        if free > 1 and len(self._waiting) > 1 and parts:
-            group = self._short_ones(
-                started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
-            )
+        head = self._waiting[0].uid
+        if len(self._waiting) > 1 and (self._kv.keeps_snapshots if head else free > 1):
+            group = self._short_ones(started, free, min(policy.together, limit, self._budget))
             if self.frames:
                 return None  # make room first
             if len(group) > 1:
@@ -165,90 +164,87 @@ class Scheduler:
             return self._prefill([sequence], limit)
         return None
 
-    def _short_ones(self, started: Sequence[SequenceState], most: int, budget: int) -> list[SequenceState]:
-        """Return prompts whose next parts fit into one forward, which ends all of them or none."""
+    def _short_ones(self, started: Sequence[SequenceState], free: int, budget: int) -> list[SequenceState]:
+        """Return prompts whose next parts fit into one forward, which ends all of them or none.
+
+        At most `free` of them begin.
+        """
         group: list[SequenceState] = []
-        widest = longest = 0
-        ends: bool | None = None
-        snapshots = self._kv.keeps_snapshots
+        fresh: list[SequenceState] = []
+        widest, longest, ends = 0, 0, False
+        snapshots, most = self._kv.keeps_snapshots, min(MAX_COPIED, self._kv.kv_tokens // COPIED_SHARE)
         for sequence in self._waiting:
-            if len(group) == most:
+            if len(group) == MAX_PROMPTS:
                 break
             if sequence.disk.fetch or (sequence.uid and not snapshots):
                 continue
             prompt = sequence.progress.prompt
             at, end = self._kv.next_part(sequence)
-            if ends is None:
-                ends = end == prompt
-            if (end == prompt) != ends:
+            if group and (end == prompt) != ends:
                 if sequence.uid:
                     continue
-                break  # prompts begin in the order they came
-            left = (end if sequence.uid else prompt) - at  # a prompt that is longer begins by itself
-            wide = max(widest, left) * (len(group) + 1)
-            longest = max(longest, prompt)
-            copied = 0 if self._policy.rolls_back and not snapshots else longest * (len(group) + 1)
-            if wide > budget or wide * longest > self._policy.scores or copied > MAX_COPIED:
+                break  # prompts begin in order
+            left = (end if sequence.uid else prompt) - at  # a longer prompt begins alone
+            wide, long = max(widest, left) * (len(group) + 1), max(longest, prompt)
+            copied = 0 if self._policy.rolls_back and not snapshots else long * (len(group) + 1)
+            if wide > budget or wide * long > self._policy.scores or copied > most:
                 break
             if not sequence.uid:
                 if self._kv.is_being_computed(sequence, [*started, *group]):
                     continue
-                if not self._kv.make_room([*[each for each in group if not each.uid], sequence]):
+                if len(fresh) >= free or not self._kv.make_room([*fresh, sequence]):
                     break
-            widest = max(widest, left)
+                fresh.append(sequence)
+            ends, widest, longest = end == prompt, max(widest, left), long
             group.append(sequence)
         return group
 
     def _prefill(self, group: Sequence[SequenceState], limit: int) -> Forward | None:
-        """Return a forward over the next chunks of prompts; several are short ones."""
-        several = len(group) > 1
-        chunks = [
-            self._chunk(each, each.progress.prompt if several else limit, may_take=not several)
-            for each in group
-        ]
+        """Return a forward over the next chunks of prompts: of one, or what `_short_ones` found."""
+        chunks = [self._chunk(each, 0 if len(group) > 1 else limit) for each in group]
         if all(each.progress.prefilled == each.progress.prompt for each in group):
             for each in group:
                 self._join(each)
             return self._forward(group, chunks)
-        # Long prompts alternate. One that lacks its last token only is first.
+        # Long prompts alternate, but a prompt that lacks only its last token is first.
         last = [each for each in group if each.progress.prompt - each.progress.prefilled == 1]
         self._waiting.extendleft(reversed(last))
         self._waiting.extend([each for each in group if each not in last])
         for sequence in group:
             self._kv.line_up(sequence)
             sequence.progress.forwards += 1
-        late: tuple[int, ...] = ()
+        afterwards: tuple[int, ...] = ()  # to evict
         if group[0].progress.prefilled in group[0].progress.saves:  # then all of several are at such places
             numbers = range(self.last_uid + 1, self.last_uid + 1 + len(group))
             saving = [replace(part, save=uid) for (_, part), uid in zip(chunks, numbers, strict=True)]
             self.last_uid = numbers[-1]
-            parts, late = self._kv.save(group, saving)
+            parts, afterwards = self._kv.save(group, saving)
             chunks = [(offset, part) for (offset, _), part in zip(chunks, parts, strict=True)]
             for sequence, part in zip(group, parts, strict=True):
                 if part.save and sequence.progress.prefilled == sequence.progress.saves[-1]:
                     self.disk.line_up(sequence, part.save, sequence.progress.prefilled)
         forward = self._forward(group, chunks)
-        if not (self.frames or late):
+        if not (self.frames or afterwards):
             return forward
         self.frames.append(forward)
-        if late:
-            self.frames.append(Evict(late))
+        if afterwards:
+            self.frames.append(Evict(afterwards))
         return None
 
-    def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> tuple[int, PromptPart]:
+    def _chunk(self, sequence: SequenceState, limit: int) -> tuple[int, PromptPart]:
         """Remove a sequence from the queue; return where its next chunk begins, and the chunk.
 
-        Pass False for `may_take` if another sequence of the same forward may need the same cache.
+        `limit`: 0 for one of several. They may need the same cache, and their size is checked already.
         """
         source, take = 0, False
         if not sequence.uid:
             self.last_uid += 1
             sequence.uid = self.last_uid
             self._waiting.begun(sequence)
-            source, take = self._kv.start_from(sequence, may_take=may_take)
+            source, take = self._kv.start_from(sequence, may_take=limit > 0)
         progress = sequence.progress
         offset = progress.prefilled
-        limit = steps.within(self._policy.scores, offset, limit)
+        limit = steps.within(self._policy.scores, offset, limit) if limit else progress.prompt
         end = min([offset + limit, progress.prompt, *[at for at in progress.saves if at > offset]])
         self._budget -= end - offset
         progress.prefilled = end

@@ -276,7 +276,7 @@ class Vocabulary:
         embeddings = self.embedding.local(index)
         if self.group.size == 1:
             return index, embeddings
-        best, ids, rows = self._gather(best, index + self.first, embeddings)
+        best, ids, rows = self._gather_bits(best, index + self.first, embeddings)
         winner = mx.argmax(best, axis=0, keepdims=True)  # the first of equal ranks has the smallest tokens
         chosen = mx.take_along_axis(ids, winner, axis=0)[0]
         return chosen, mx.take_along_axis(rows, winner[..., None], axis=0)[0]
@@ -288,7 +288,7 @@ class Vocabulary:
         (best, index), logits = _best(local), local[mx.array(rows), :width]
         if self.group.size == 1:
             return index, logits
-        best, ids, parts = self._gather(best, index + self.first, logits)
+        best, ids, parts = self._gather_bits(best, index + self.first, logits)
         winner = mx.argmax(best, axis=0, keepdims=True)
         return mx.take_along_axis(ids, winner, axis=0)[0], self._joined(parts)
 
@@ -296,7 +296,7 @@ class Vocabulary:
         """Return logits [.., size] of the ranks' shares, [ranks, .., share]."""
         return mx.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], -1)[..., : self.size]
 
-    def _gather(self, *arrays: mx.array) -> list[mx.array]:
+    def _gather_bits(self, *arrays: mx.array) -> list[mx.array]:
         """Gather arrays of several types with one collective, each [..] as [ranks, ..]."""
         # Join their bits, because conversion between their types would change numbers.
         bits = mx.uint16 if any(each.dtype.size == 2 for each in arrays) else mx.uint32

@@ -55,7 +55,9 @@ def words_of(caches: CacheCapabilities) -> CacheWords:
             name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
         name += "" if caches.joint else ", prompts apart"
     if caches.truncatable and not caches.rolls_back:
-        name, why = _SEVERAL if caches.batched else (name, "its attention takes no masks by row")
+        name, why = (
+            _SEVERAL if caches.batched else (name, "its attention cannot tell rows of unlike lengths apart")
+        )
     can = {
         "drafts, forced tokens": caches.rolls_back,
         "several prompts in one forward": caches.joint,

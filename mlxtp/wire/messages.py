@@ -222,8 +222,8 @@ class Forward(Message, number=0x08, sparse=True):
     decode step; else it has a part for each row, and either all parts end their prompts or none does.
 
     For rows that are not `gathered`, ranks exchange only the best token of their share of the vocabulary.
-    With `agreement` "verify", every rank chooses for the others, and rank 0 compares digests; with
-    "broadcast", rank 0's choice for them is summed into every rank's graph.
+    With `agreement` "verify", every rank chooses for gathered rows, and rank 0 compares digests; with
+    "broadcast", rank 0's choice for gathered rows is summed into every rank's graph.
     """
 
     rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
@@ -236,11 +236,9 @@ class Forward(Message, number=0x08, sparse=True):
     prompts: tuple[PromptPart, ...] = _f(records(PromptPart, 0, MAX_PROMPTS), default=())
 
     @property
-    def unfinished(self) -> int:
-        """Uid of the first prompt that this forward leaves incomplete (it chooses no token); 0 for none."""
-        if self.prompts and self.positions[0] + self.widths[0] < self.prompts[0].total:
-            return self.rows[0]
-        return 0
+    def unfinished(self) -> bool:
+        """True if this forward leaves prompts incomplete; it then chooses no token."""
+        return bool(self.prompts) and self.positions[0] + self.widths[0] < self.prompts[0].total
 
 
 class ChosenTokens(Message, number=0x2C):

@@ -210,6 +210,8 @@ class DecodeLedger(LinkLedger):
             raise _bad_field(f"Forward of {sum(widths)} tokens by its widths, {len(forward.tokens)} here")
         if len(rows) > 1 and len(set(rows)) != len(rows):
             raise _wrong_uid("Forward names a uid twice")
+        if forward.gathered and not set(forward.gathered) <= set(rows):
+            raise _wrong_uid(f"Forward gathers uids {forward.gathered} of rows {rows}")
         if forward.prompts:
             self._prompts(forward)
         else:
@@ -252,7 +254,7 @@ class DecodeLedger(LinkLedger):
                     f"Forward: a prompt of uid {uid} at {at} of {total}, expected {was} of {length}"
                 )
             end = at + width
-            if not width or end > total or (end < total) != bool(forward.unfinished):
+            if not width or end > total or (end < total) != forward.unfinished:
                 raise _bad_field(f"Forward: {width} tokens of uid {uid} at {at} of its prompt of {total}")
             if end < total:
                 self.prompts[uid] = end, total

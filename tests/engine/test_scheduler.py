@@ -238,7 +238,7 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
     scheduler = Scheduler(Policy(frozenset()))
     scheduler.add(Generate(1, (5, 6, 7, 8), 3, answered=2))
     assert reads_prompts(frame := next_frame(scheduler))
-    assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), 0)
+    assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), False)
     assert scheduler.record((9,)) == [SampledToken(1, 2, 9), Finished(1, "length", 3, 1)]
 
 
@@ -922,6 +922,36 @@ def test_long_copies_are_not_joined(length: int, rows: int) -> None:
     simulation.add((*range(length), 3), 1)
     simulation.drain()
     assert max(len(frame.rows) for frame in simulation.frames[before:] if isinstance(frame, Forward)) == rows
+
+
+def test_prompts_together_are_not_cut_where_scores_are_bounded() -> None:
+    """Their size together is checked before; each alone would have to be shorter."""
+    simulation = Simulation(prefixes=True, together=512, prefill_chunk=2048, scores=1 << 19)
+    simulation.add((*range(1900),), 1)
+    simulation.drain()
+    for number, length in enumerate((129, 5), 1):
+        simulation.add((*range(1900), *range(5000 * number, 5000 * number + length)), 2)
+    simulation.drain()
+    assert any(len(frame.prompts) == 2 for frame in simulation.frames if isinstance(frame, Forward))
+
+
+def test_copies_that_prompts_need_together_stay_within_a_share_of_the_room() -> None:
+    sizes = {}
+    for kv_tokens in (12 * 8000, 12 * 8200):
+        simulation = Simulation(whole=True, together=256, prefill_chunk=16384, kv_tokens=kv_tokens)
+        simulation.add((*range(4000), 1), 1)
+        simulation.drain()
+        for last in (2, 3):
+            simulation.add((*range(4000), last), 1)
+        simulation.drain()
+        sizes[kv_tokens] = max(len(frame.rows) for frame in simulation.frames if isinstance(frame, Forward))
+    assert list(sizes.values()) == [1, 2]
+
+
+@pytest.mark.parametrize("max_rows", [3, 4])
+def test_prompts_that_have_rows_end_together_however_many_may_begin(max_rows: int) -> None:
+    simulation = played("3x40+1 end", together=256, whole=True, max_rows=max_rows)
+    assert sketch(simulation.frames).startswith("P(123) P(123)")
 
 
 def test_where_no_caches_are_kept_each_prompt_is_computed_whole() -> None:

@@ -121,6 +121,7 @@ DECODE_CASES: Cases = {
     "tokens of an older forward": (ORDER, msg.ChosenTokens(2, (5,)), msg.ChosenTokens(1, (5,))),
     "lanes for more than its rooms": (FIELD, msg.Arrange((64,), lanes=(0, 0))),
     "lanes for more than its rows": (FIELD, msg.Arrange(lanes=(0, 0))),
+    "logits of a row that is not in the step": (UID, replace(step(1), gathered=(7,))),
     "a step for a stranger": (UID, step(1, 2)),
     "a step for half a prompt": (UID, prompt(2, 0, 9, 2), step(2)),
     "a step for a stopped uid": (UID, stop(1), step(1)),

@@ -73,6 +73,7 @@ WHOLE = (
     "engine/test_executor_loading.py::test_after_forwards_alone_a_joint_one_compiles_no_kernel",
     "engine/test_group_timing.py",
     "engine/test_recurrent.py",
+    "engine/test_runner_joint_prompts.py::test_each_says_what_it_says_alone_also_from_copies_of_unlike_lengths",
     "engine/test_scheduler.py::test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time",
     "engine/test_scheduler.py::test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing",
     "engine/test_scheduler.py::test_the_turns_of_a_conversation_hold_its_tokens_once",
@@ -120,6 +121,11 @@ KEPT = (
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[deepseek_v32]",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[full alone]",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[mamba]",
+    *(
+        "engine/test_runner_joint_prompts.py::"
+        f"test_each_says_what_it_says_alone_also_from_copies_of_unlike_lengths[{family}]"
+        for family in ("deepseek_v32", "gpt_oss", "nemotron_h", "qwen3_5")
+    ),
     "models/test_transfers_fetching.py::test_sizes_that_no_disk_has_are_refused_at_once",
     "stories/test_commands.py::test_a_key_learns_nothing_of_another_one_s_prompt",
     "stories/test_commands.py::test_a_mistake_is_answered_in_the_words_of_its_maker",

@@ -18,7 +18,16 @@ from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire import messages as msg
 from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments, Members, ModelStatus, RosterEntry
 from mlxtp.wire.codecs import FieldCodec, located
-from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
+from mlxtp.wire.frames import (
+    MAX_FRAME,
+    MAX_ITEMS,
+    MAX_OBJECTS,
+    MAX_OPENING_FRAME,
+    Decoder,
+    Frame,
+    _scan,
+    encode,
+)
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 
 from .forwards import of_prompt, of_prompts
@@ -209,6 +218,11 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(LocalProtocolError) as caught:
         encode(msg.LoadShard("x" * 4000, 512, (1,) * 64), 1, 1, MAX_OPENING_FRAME)
     assert caught.value.code is Code.FRAME_OVERSIZE
+    stop = msg.SessionStop(1, "stop", 1)
+    size = len(encode(stop, 1, 1, MAX_FRAME)) - 4
+    assert encode(stop, 1, 1, size)
+    with pytest.raises(LocalProtocolError):
+        encode(stop, 1, 1, size - 1)
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -511,6 +525,37 @@ def mutated(rng: random.Random, frame: bytes) -> bytes:
             case _:
                 data[at:at] = rng.randbytes(rng.randint(1, 8))
     return framed(bytes(data[4:])) if rng.random() < 0.8 else bytes(data)
+
+
+BAD = b"\xc1"  # starts no object
+SIZED = [
+    *[bytes([0xC4 + i]) + (3).to_bytes(1 << i, "big") + BAD * 3 for i in range(3)],  # bytes
+    *[bytes([0xD9 + i]) + (3).to_bytes(1 << i, "big") + BAD * 3 for i in range(3)],  # strings
+    *[bytes([0xA0 + n]) + BAD * n for n in (0, 1, 31)],
+    *[bytes([0xCA + i]) + BAD * n for i, n in enumerate((4, 8))],  # floats
+    *[bytes([0xCC + i]) + BAD * n for i, n in enumerate((1, 2, 4, 8, 1, 2, 4, 8))],  # integers
+    *[bytes([first]) for first in (0x00, 0x7F, 0xC0, 0xC2, 0xC3, 0xE0, 0xFF)],
+    *[bytes([0x90 + n]) + b"\x07" * n for n in (0, 1, 15)],
+    *[bytes([0x80 + n]) + b"\x07\x08" * n for n in (0, 1, 15)],
+    *[bytes([0xDC + i]) + (3).to_bytes(2 << i, "big") + b"\x07" * 3 for i in range(2)],
+    *[bytes([0xDE + i]) + (3).to_bytes(2 << i, "big") + b"\x07\x08" * 3 for i in range(2)],
+]
+"""A msgpack object of each form. The numbers in it are read as objects if its size is misread."""
+
+
+@pytest.mark.parametrize("one", SIZED, ids=lambda one: f"{one[0]:02x} of {len(one)}")
+def test_the_walk_knows_the_size_of_every_form(one: bytes) -> None:
+    _scan(bytearray(b"\x92" + one + b"\x07"))
+    with pytest.raises(ValueError, match="ends early"):
+        _scan(bytearray(b"\x92" + one))
+
+
+def test_objects_are_counted_to_the_last() -> None:
+    rest = MAX_OBJECTS - 1 - 16 - 15 * MAX_ITEMS
+    full = [[7] * MAX_ITEMS] * 15
+    _scan(bytearray(msgpack.packb([*full, [7] * rest])))
+    with pytest.raises(ValueError, match="more than"):
+        _scan(bytearray(msgpack.packb([*full, [7] * (rest + 1)])))
 
 
 @pytest.mark.parametrize("limit", [MAX_OPENING_FRAME, MAX_FRAME], ids=["before the link is open", "after"])

@@ -14,6 +14,7 @@ WHOLE = (
     "engine/test_families.py",
     "engine/test_mtp_head.py",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does",
+    "placement/test_planner.py::test_no_way_among_four_macs_is_faster",
     "placement/test_model_shape.py::test_families_that_cannot_be_divided_stay_whole",
     "stories/test_own_families.py",
     "text/test_tool_schemas.py::test_a_kind_of_schema_in_every_place",
@@ -26,14 +27,25 @@ WHOLE = (
     "text/test_tool_schemas.py::test_any_pattern_is_enforced_or_left_out",
     "text/test_tool_schemas.py::test_any_schemas_that_refer_to_each_other_make_a_tool",
     "text/test_tool_schemas.py::test_schemas_that_take_too_long_are_those_of_any_object",
+    *(
+        f"api/dialects/test_request_parts_extent.py::test_a_million_parts_are_refused_before_they_are_read[{of}]"
+        for of in ("parse_chat-body4", "parse_count-body2", "parse_count-body3", "parse_messages-body1")
+    ),
     "api/dialects/test_request_parts_history.py::test_an_answer_that_comes_back_is_taken",
     "api/test_server_connection.py::test_what_waits_for_a_client_is_bounded",
     "api/test_prompts_replay.py::test_a_change_makes_it_another_conversation",
     "api/test_streaming_waiting.py::test_a_refusal_that_comes_late_is_the_last_event",
     "api/test_streaming_waiting.py::test_what_came_before_the_acceptance_and_what_came_after_is_one_answer",
+    "engine/test_grammar.py::test_an_ambiguous_grammar_ends_and_leaves_others_alone",
     "engine/test_grammar.py::test_an_explosive_grammar_is_refused_and_the_next_one_is_not",
     "stories/test_lying_members.py::test_invented_names_fill_no_collection",
+    *(
+        f"stories/test_lying_members.py::test_no_message_ends_an_agent_or_an_honest_link[part {n}]"
+        for n in range(4)
+    ),
     "text/test_renderer_contained.py",
+    "text/test_tokenizer_import.py::test_another_transformers_is_imported_as_a_whole",
+    "wire/test_frames.py::test_noise_is_refused_and_leaves_nothing_behind",
     # many machines on one
     "agents/test_attackers.py",
     "agents/test_authority_survives.py",
@@ -69,6 +81,10 @@ WHOLE = (
     "engine/test_batch.py::test_any_course_of_events_gives_every_row_what_it_would_have_alone",
     "engine/test_batch_kernels.py",
     "engine/test_batch.py::test_copies_of_every_kind_go_on_by_themselves",
+    *(
+        f"engine/test_batch.py::test_merged_rows_say_what_they_would_say_alone[{of}]"
+        for of in ("exaone_moe-1", "gpt_oss-0", "qwen3_5-1")
+    ),
     "engine/test_draft_model.py::test_rows_together_get_what_each_would_get_alone",
     "engine/test_executor_loading.py::test_after_forwards_alone_a_joint_one_compiles_no_kernel",
     "engine/test_group_timing.py",

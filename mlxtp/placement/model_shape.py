@@ -337,9 +337,7 @@ def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
     """Return the indivisible shape of a model with only a known size."""
     size = weight_bytes
     whole = PartFacts(0, size, size, size // 2, size, size)
-    caches, why = (
-        CacheCapabilities(True, True, True, True, True, True, ("KVCache",)),
-        "its sizes are not known",
-    )
+    caches = CacheCapabilities(True, True, True, True, True, True, ("KVCache",))
+    why = "its sizes are not known"
     model = Description("?", 1, 1, PartFacts(), (whole,), PartFacts(), caches, unsharable=why, uncuttable=why)
     return shape_of(model, name=name)

@@ -237,7 +237,7 @@ class Forward(Message, number=0x08, sparse=True):
 
     @property
     def unfinished(self) -> bool:
-        """True if this forward leaves prompts incomplete; it then chooses no token."""
+        """Return True if this forward leaves prompts incomplete; it then chooses no token."""
         return bool(self.prompts) and self.positions[0] + self.widths[0] < self.prompts[0].total
 
 
@@ -462,9 +462,7 @@ class Generate(Message, number=0x20):
     salt: int = _f(_count, default=0)  #: only prompts of one salt share KV caches
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
     places: tuple[int, ...] = _f(_places, default=())  #: ascending; other prompts may agree up to each
-    batch: bool = _f(
-        boolean(), default=False
-    )  #: begins after interactive requests and makes room before them
+    batch: bool = _f(boolean(), default=False)  #: interactive requests begin before it, and keep their room
 
 
 class Accepted(Message, number=0x24):

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
-from mlxtp.engine.kv_cache import another_forward, capacity, cheapest, laned_layouts, roomy
+from mlxtp.engine.kv_cache import another_bucket, capacity, cheapest, laned_layouts, roomy
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import Policy
 from mlxtp.wire.messages import Forward, Generate, PromptPart
@@ -140,9 +140,10 @@ def _main(folder: Path, longest: int) -> None:
     group = LoneGroup()
     loaded = load(folder, group, lambda: None)
     chooser = Chooser(group, LogitShaping())
-    runner = Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=True)
+    kinds = CacheKind(loaded.model)
+    runner = Runner(loaded, kinds, CollectiveCounter(), chooser, compiled=True)
     gpu, read = mx.metal.is_available(), read_each_forward(loaded.model)
-    forward = another_forward(*read, loaded.kv_token_bytes, gpu=gpu, skips=gpu)
+    bucket = another_bucket(*read, loaded.kv_token_bytes, gpu=gpu, skips=gpu, joined=kinds.joins_buckets)
     for at in range(0, longest, CHUNK):
         tokens = (7,) * (min(at + CHUNK, longest) - at)
         part = PromptPart(longest)
@@ -156,7 +157,7 @@ def _main(folder: Path, longest: int) -> None:
         if not layouts:
             needed = tuple([length + steps + width for length in lengths])
             ways = laned_layouts(needed, (0,) * len(needed))
-            layouts = [[room for room, _ in cheapest(ways, needed, forward, 0)]]
+            layouts = [[room for room, _ in cheapest(ways, needed, bucket, 0)]]
         for uid, length in zip(uids, lengths, strict=True):
             part = PromptPart(length, source=1)
             mx.eval(runner.run(Forward((uid,), (length - 1,), (1,), (7,), prompts=(part,))).tokens)

@@ -12,6 +12,7 @@ WHOLE = (
     # families: three stand for all
     "engine/test_describe.py",
     "engine/test_families.py",
+    "engine/test_forwards_buckets.py",
     "engine/test_mtp_head.py",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does",
     "placement/test_planner.py::test_no_way_among_four_macs_is_faster",
@@ -137,6 +138,10 @@ KEPT = (
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[deepseek_v32]",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[full alone]",
     "engine/test_pipeline.py::test_stages_compute_together_what_the_whole_model_does[mamba]",
+    *(
+        f"engine/test_forwards_buckets.py::test_rows_of_unlike_lengths_say_what_they_say_alone[{family}]"
+        for family in ("deepseek_v3", "gpt_oss", "llama", "qwen3_next")
+    ),
     *(
         "engine/test_runner_joint_prompts.py::"
         f"test_each_says_what_it_says_alone_also_from_copies_of_unlike_lengths[{family}]"

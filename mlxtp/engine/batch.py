@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from itertools import accumulate, chain
+from sys import modules
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -23,9 +25,18 @@ from .families import attention_heads
 from .group import uncounted
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import arrays_of as arrays_of
-from .loader import leaves, make_cache, unrun_arrays
+from .loader import has_head, leaves, make_cache, unrun_arrays
 from .pipeline import Stage
-from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of
+from .recurrent import (
+    STATE,
+    JointStateView,
+    Recurrence,
+    States,
+    StateView,
+    recurrent_layers,
+    states_of,
+    views_of,
+)
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -68,6 +79,53 @@ class LayerView:
         return self._forward.mask(window_size)
 
 
+class JointView:
+    """View of several buckets in one forward. Each bucket's queries attend to its own arrays, unpadded.
+
+    Keys, values and masks are given by bucket; only attention that `attend_by_bucket` has changed takes them.
+    """
+
+    def __init__(self, views: Sequence[LayerView], offset: mx.array, ends: Sequence[int]) -> None:
+        self.offset = offset  # int32 [rows]
+        self.views, self.ends = (
+            views,
+            list(ends),
+        )  # rows of the first bucket, of the first two, ..., of all but one
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        new = zip(self.views, mx.split(keys, self.ends), mx.split(values, self.ends), strict=True)
+        return zip(*[view.update_and_fetch(*own) for view, *own in new], strict=True)
+
+    def keys_and_values(self) -> Any:
+        return zip(*[view.keys_and_values() for view in self.views], strict=True)
+
+    def make_mask(self, count: int, window_size: int | None = None, **_: object) -> list[Any]:
+        return [view.make_mask(count, window_size) for view in self.views]
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def attend_by_bucket(model: Any) -> None:
+    """Change mlx-lm's function for attention in all modules of this model's layers."""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    for names in [vars(modules[kind.__module__]) for kind in kinds]:
+        if not hasattr(attention := names.get(_ATTENTION, None), "by_bucket") and attention is not None:
+            names[_ATTENTION] = _by_bucket(attention)
+
+
+def _by_bucket(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @wraps(attention)
+    def attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, **more: Any) -> mx.array:
+        if not isinstance(cache, JointView):
+            return attention(queries, keys, values, cache, scale, **more)
+        each = zip(cache.views, mx.split(queries, cache.ends), keys, values, more.pop("mask"), strict=True)
+        return mx.concatenate([attention(*own, view, scale, mask=mask, **more) for view, *own, mask in each])
+
+    attend.by_bucket = True  # type: ignore[attr-defined]
+    return attend
+
+
 class QuantizedView(LayerView):
     """View of quantized arrays: packed numbers, scales and biases of the keys, then of the values."""
 
@@ -91,11 +149,12 @@ class ForwardShape:
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
         self.positions: mx.array | int = positions  # int32 [rows], of each row's first new token
+        self.offset = positions
         self._starts: mx.array | None = positions  # where each row's slice begins
         self._targets = targets  # int32 [rows, width], where each new token goes
         #: Bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
         self._mask = mask
-        self._rows, _, _, self.view = mask.shape
+        self.rows, _, _, self.view = mask.shape
         self._places: dict[int, tuple[mx.array, mx.array]] = {}  # row and head indices, by number of KV heads
         self.rings = _rings(positions, rings)  # one shape for each kind of ring
 
@@ -113,16 +172,16 @@ class ForwardShape:
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         """Write `new` [rows, KV heads, width, head size] into `kept`, and return the result."""
-        if PIECES and self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
+        if PIECES and self.rows == 1 and kept.shape[0] == 1 and self._starts is not None:
             return mx.slice_update(kept, new, self._starts, axes=(2,))
         heads = new.shape[1]
         if heads not in self._places:
-            self._places[heads] = mx.arange(self._rows)[:, None, None], mx.arange(heads)[None, :, None]
+            self._places[heads] = mx.arange(self.rows)[:, None, None], mx.arange(heads)[None, :, None]
         kept[*self._places[heads], self._targets[:, None]] = new
         return kept
 
     def read(self, kept: mx.array) -> mx.array:
-        return kept[: self._rows, :, : self.view]
+        return kept[: self.rows, :, : self.view]
 
     def mask(self, window: int | None) -> mx.array | None:
         if window is None:
@@ -145,8 +204,8 @@ class ExactShape(ForwardShape):
     """ForwardShape of a single row that is fed one token at a known `position`: it needs no mask."""
 
     def __init__(self, position: int, positions: mx.array, *rings: mx.array) -> None:
-        self.positions = position
-        self._rows, self.view = 1, position + 1
+        self.positions, self.offset = position, positions
+        self.rows, self.view = 1, position + 1
         self.rings = _rings(positions, rings)
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
@@ -449,28 +508,29 @@ def _arrays_of(cache: Any) -> list[mx.array]:
 
 
 # A module function, because a closure that calls itself would keep its arrays alive.
-def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[StateView]) -> Any:
+def _next_view(cache: Any, growing: Iterator[LayerView | JointView], recurrent: Iterator[StateView]) -> Any:
     if hasattr(cache, "caches"):
         return [_next_view(each, growing, recurrent) for each in cache.caches]
     return next(recurrent) if _is_state(cache) else next(growing)
 
 
 def in_parts(
-    parts: Sequence[Bucket | MergedBucket],
+    parts: Sequence[Sequence[Bucket | MergedBucket]],
     rows: Sequence[int],
     inputs: list[mx.array],
     positions: tuple[int, ...],
     *,
-    forward: Callable[[Bucket | MergedBucket, list[mx.array], tuple[int, ...]], list[mx.array]],
+    forward: Callable[[Sequence[Bucket | MergedBucket], list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
-    """Call `forward` for each part of a batch. Inputs [rows, ...], positions and results follow `rows`."""
-    if len(parts) == 1 and parts[0].rows == list(rows):
+    """Call `forward` for parts of buckets. Inputs [rows, ...], positions and results follow `rows`."""
+    held = [[uid for bucket in part for uid in bucket.rows] for part in parts]
+    if held == [list(rows)]:
         return forward(parts[0], inputs, positions)
     place = {uid: row for row, uid in enumerate(rows)}
     outcomes: list[list[mx.array]] = []
     order: list[int] = []
-    for part in parts:
-        places = [place[uid] for uid in part.rows]
+    for part, uids in zip(parts, held, strict=True):
+        places = [place[uid] for uid in uids]
         at = mx.array(places)
         own = [each[at] for each in inputs]
         if outcomes and outcomes[-1]:  # every rank must run its collectives in the same order
@@ -613,8 +673,9 @@ _WINDOW = "RotatingKVCache"
 _COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", _WINDOW}
 #: Caches that can be copied and grow with each token, but cannot be truncated.
 _GROWING = frozenset({"LayerCache"})
-#: A rotary embedding of mlx-lm that compares one position with the model's context: all rows must share it.
-_ONE_OFFSET = "DynamicNTKScalingRoPE"
+#: Modules of mlx-lm that need all rows to share one position: a rotary embedding that compares it with the
+#: model's context, and attention that takes it from the shape of its keys.
+_ONE_OFFSET = frozenset({"DynamicNTKScalingRoPE", "KVReuseAttention"})
 
 
 class CacheKind:
@@ -638,8 +699,9 @@ class CacheKind:
         modules = model.modules()
         # Blocks of keys are counted from the padding that mlx-lm puts before shorter rows (MiniMax M3).
         blocks = any(getattr(module, "index_block_size", None) for module in modules)
-        alone = blocks or _ONE_OFFSET in map(_kind, modules)
+        alone = blocks or not _ONE_OFFSET.isdisjoint(map(_kind, modules))
         self._own = make_cache(model)
+        attend_by_bucket(model)
         # The kind of the model's recurrent layers, if they can undo drafts, and this stage's own layers.
         self.recurrence, self._recurrent = recurrent_layers(model, sum(map(_is_state, leaves(new))))
         if self.recurrence is None:
@@ -652,8 +714,10 @@ class CacheKind:
         rolls_back = uniform and not alone
         batched = rolls_back or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self._empty = self._shapes() if rolls_back else []
-        if rolls_back and self.recurrence is None and not self._has_masks_by_row():
+        if rolls_back and self.recurrence is None and not self._runs([SMALLEST]):
             rolls_back = batched = False
+        #: Buckets step in one forward; otherwise each has its own.
+        self.joins_buckets = rolls_back and self._runs([SMALLEST, 2 * SMALLEST])
         shared = rolls_back and inside <= _PLAIN
         padded = STATE not in inside or (self.recurrence is not None and self.recurrence.padded)
         windows = [cache for cache in leaves(new) if _kind(cache) == _WINDOW]
@@ -700,6 +764,22 @@ class CacheKind:
             return [LayerView(own, shapes[each]) for own, each in zip(layers, windows, strict=True)]
         return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
 
+    def layers(
+        self,
+        views: Sequence[list[LayerView]],
+        states: Sequence[list[StateView]],
+        shapes: Sequence[ForwardShape],
+    ) -> list[Any]:
+        """Return what the model's layers take in place of mlx-lm's caches; each argument is by bucket."""
+        if len(views) == 1:
+            return self._beside(views[0], states[0])
+        *ends, _ = accumulate([shape.rows for shape in shapes])
+        offset = mx.concatenate([shape.offset for shape in shapes])
+        growing = [JointView(each, offset, ends) for each in zip(*views, strict=True)]
+        recurrence = cast("Recurrence", self.recurrence)
+        recurrent = [JointStateView(recurrence, each, ends) for each in zip(*states, strict=True)]
+        return self._beside(growing, recurrent)
+
     @property
     def windows(self) -> list[int]:
         return sorted(set(self._windows) - {0})
@@ -707,7 +787,7 @@ class CacheKind:
     def rings(self, room: int) -> list[tuple[int, int]]:
         return [(window, min(room, ring_slots(window))) for window in self.windows]
 
-    def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
+    def _beside(self, views: Sequence[LayerView | JointView], states: Sequence[StateView]) -> list[Any]:
         growing, recurrent = iter(views), iter(states)
         return [_next_view(cache, growing, recurrent) for cache in self._own]
 
@@ -720,15 +800,22 @@ class CacheKind:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
 
-    def _has_masks_by_row(self) -> bool:
+    def _runs(self, rooms: Sequence[int]) -> bool:
+        """Return True if a forward accepts masks by row, and several buckets if `rooms` has several."""
         rows = self._empty[0][0][1] + 1  # one more than heads: gemma2 would take as many for its heads
-        arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
-        shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))
-        views = self.views(arrays, ForwardShape(*shape))
+        positions = mx.zeros(rows, dtype=mx.int32)
+        shapes = [ForwardShape(*ForwardShape.arrays(positions, 1, room, self.rings(room))) for room in rooms]
+        views = []
+        for room, shape in zip(rooms, shapes, strict=True):
+            sizes = [((rows, each[1], min(room, most), each[3]), kind) for each, kind, most in self._empty]
+            views.append(self.views([mx.zeros(size, dtype=kind) for size, kind in sizes], shape))
+        kept = [[mx.zeros((rows, *each), dtype=kind) for each, kind in layer] for layer in self._states]
+        layers = self.layers(views, [views_of(self.recurrence, kept) for _ in rooms], shapes)
+        tokens = mx.zeros((rows * len(rooms), 1), dtype=mx.int32)
         try:
             with uncounted():
-                self.model(mx.zeros((rows, 1), dtype=mx.int32), cache=views)
-        except ValueError:
+                self.model(tokens, cache=layers[: len(layers) - has_head(self.model)])
+        except (AttributeError, IndexError, TypeError, ValueError):
             return False
         return True
 
@@ -738,6 +825,11 @@ class CacheKind:
             unrun_arrays(self.model, caches)
             growing = [cache for cache in leaves(caches) if not _is_state(cache)]
             arrays = [(array, cache) for cache in growing for array in _arrays_of(cache)]
+            self._states = [
+                [(each.shape[1:], each.dtype) for each in cache.cache if each is not None]
+                for cache in leaves(caches)
+                if _is_state(cache)
+            ]
         except (AttributeError, TypeError, ValueError) as error:
             if not self._kv_bits:
                 raise

@@ -156,7 +156,7 @@ class DraftModel:
         arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
         growing = self._kinds.views(arrays, shape)
         recurrent = [] if states is None else views_of(states.kind, states.kept, states.stood(starts))
-        layers = self._kinds.beside(growing, recurrent)
+        layers = self._kinds.layers([growing], [recurrent], [shape])
         del arrays  # the last other owner, so MLX writes in place
         logits: mx.array = self._model(tokens, cache=layers)
         bucket.arrays = [array for view in growing for array in view.arrays]

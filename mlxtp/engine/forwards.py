@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -26,9 +27,11 @@ BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 WIDTHS = frozenset(1 + drafts for drafts in (0, *LENGTHS))  #: tokens of a row in steps that are traced
 
-#: Rows, slots and capacity of their arrays, view, and width.
+#: Rows, slots and capacity of a bucket's arrays, view, and width.
 ShapeKey = tuple[int, int, int, int, int]
-Key = tuple[ShapeKey, tuple[int, ...]]
+Key = tuple[tuple[ShapeKey, ...], tuple[Any, ...]]
+#: A bucket's arrays, its layers' states, and the accepted ones of the tokens that wait.
+Held = tuple[list[mx.array], list[list[mx.array]], list[mx.array]]
 
 
 class DecodeGraphs:
@@ -47,19 +50,22 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...], *, again: bool) -> Any:
-        if self._traces and again and self._comes_again((shape, kind)):
-            return self._replay((shape, kind), inputs)
+    def run(
+        self, shapes: tuple[ShapeKey, ...], kind: tuple[Any, ...], inputs: tuple[Any, ...], *, again: bool
+    ) -> Any:
+        if self._traces and again and self._comes_again((shapes, kind)):
+            return self._replay((shapes, kind), inputs)
         return self._body(*kind, *inputs)
 
     def _comes_again(self, key: Key) -> bool:
-        rows, *_, width = key[0]
-        if rows == width == 1 or key in self._graphs:
+        (rows, *_, width), *more = key[0]
+        alone = rows == 1 and not more
+        if (alone and width == 1) or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.clear()
         self._shapes[key] += 1
-        return self._shapes[key] > (STEPS_BEFORE_TRACE if rows > 1 else 1)
+        return self._shapes[key] > (1 if alone else STEPS_BEFORE_TRACE)
 
     def _replay(self, key: Key, inputs: tuple[Any, ...]) -> Any:
         graph, collectives = self._graphs.pop(key, (None, 0))
@@ -165,7 +171,8 @@ class ModelForwards:
         """
         arrays = [inputs.tokens, *([] if inputs.given is None else [inputs.given])]
         forward = partial(self._step, winners=winners, drafts=drafts)
-        return in_parts(parts, rows, arrays, positions, forward=forward)
+        together = [parts] if self._caches.joins_buckets else [[part] for part in parts]
+        return in_parts(together, rows, arrays, positions, forward=forward)
 
     def follow(
         self,
@@ -178,7 +185,8 @@ class ModelForwards:
     ) -> list[mx.array]:
         """Run the MTP head on chosen tokens; return its proposals, int32 [rows, drafts], or [] for none."""
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
-        return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
+        each = [[part] for part in parts]
+        return in_parts(each, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
     def catch_up(self, parts: Sequence[Bucket | MergedBucket]) -> None:
         """Add recent steps without drafts to the MTP head's cache, before it is used or moved."""
@@ -202,7 +210,7 @@ class ModelForwards:
 
     def _step(
         self,
-        part: Bucket | MergedBucket,
+        buckets: Sequence[Bucket | MergedBucket],
         inputs: list[mx.array],
         positions: tuple[int, ...],
         *,
@@ -210,29 +218,49 @@ class ModelForwards:
         drafts: int,
     ) -> list[mx.array]:
         tokens, given = inputs[0], inputs[1:]
-        if isinstance(part, MergedBucket):
-            known = given[0] if given else None
-            local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
+        if isinstance(buckets[0], MergedBucket):
+            embeddings = given[0] if given else None
+            local = self._vocabulary.forward(self._model, tokens, buckets[0].caches, given=embeddings)
             return list(self._vocabulary.winners(local)) if winners else [local]
-        key, shape = _shape(part, positions, tokens.shape[1], drafts, self._caches)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
-        arrays, part.arrays = part.arrays, []  # the last other owner, so MLX writes in place
-        states, kept, stood, waiting = part.states, list[list[mx.array]](), list[mx.array](), 0
-        if states is not None:
-            stood, waiting = states.stood(positions), states.waiting
-            kept, states.kept = states.kept, []
-        values = ((tokens, given), shape, (arrays, kept, stood))
+        width, left, at = tokens.shape[1], iter(positions), list[tuple[int, ...]]()
+        of_each = list[tuple[ShapeKey, list[Any], Held, int]]()
+        for bucket in cast("Sequence[Bucket]", buckets):
+            at.append(tuple(islice(left, len(bucket.rows))))
+            of_each.append(self._taken(bucket, at[-1], width, drafts))
+        keys, shapes, held, waiting = zip(*of_each, strict=True)
+        del of_each
+        known = any(isinstance(shape[0], int) for shape in shapes)  # a known position never repeats
+        again = all(_again(key, drafts) for key in keys) and not known
+        values = ((tokens, given), shapes, held)
         outcome: list[mx.array]
-        again = _again(key, drafts) and not isinstance(shape[0], int)  # a known position never repeats
-        outcome, part.arrays, kept = self.graphs.run(key, (int(winners), waiting), values, again=again)
-        if states is not None:
-            states.fed(positions, tokens.shape[1], kept)
+        outcome, after = self.graphs.run(keys, (winners, waiting), values, again=again)
+        for bucket, own, (arrays, kept) in zip(cast("Sequence[Bucket]", buckets), at, after, strict=True):
+            bucket.arrays = arrays
+            if bucket.states is not None:
+                bucket.states.fed(own, width, kept)
         return outcome
 
+    def _taken(
+        self, bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int
+    ) -> tuple[ShapeKey, list[Any], Held, int]:
+        key, shape = _shape(bucket, positions, width, drafts, self._caches)
+        arrays, bucket.arrays = bucket.arrays, []  # the last other owner, so MLX writes in place
+        if (states := bucket.states) is None:
+            return key, shape, (arrays, [], []), 0
+        kept, states.kept = states.kept, []
+        return key, shape, (arrays, kept, states.stood(positions)), states.waiting
+
     def _follow(
-        self, part: Bucket | MergedBucket, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
+        self,
+        buckets: Sequence[Bucket | MergedBucket],
+        step: list[mx.array],
+        positions: tuple[int, ...],
+        *,
+        drafts: int,
     ) -> list[mx.array]:
+        (part,) = buckets
         assert isinstance(part, Bucket)
         hidden, following, *_ = step
         if hidden.shape[1] == 1 and not drafts:
@@ -243,30 +271,32 @@ class ModelForwards:
         rest, own = part.arrays[: -self._caches.parts], part.arrays[-self._caches.parts :]
         part.arrays = rest
         outcome: list[mx.array]
-        outcome, own = self._head_graphs.run(key, (drafts,), (step, shape, own), again=_again(key, drafts))
+        outcome, own = self._head_graphs.run((key,), (drafts,), (step, shape, own), again=_again(key, drafts))
         part.arrays = [*rest, *own]
         return outcome
 
     def _body(
         self,
-        winners: int,
-        _waiting: int,
+        winners: bool,
+        _waiting: tuple[int, ...],
         inputs: tuple[mx.array, list[mx.array]],
-        shape: list[Any],
-        caches: tuple[list[mx.array], list[list[mx.array]], list[mx.array]],
-    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
+        shapes: Sequence[list[Any]],
+        held: Sequence[Held],
+    ) -> tuple[list[mx.array], list[tuple[list[mx.array], list[list[mx.array]]]]]:
         tokens, given = inputs
-        arrays, kept, stood = caches
-        states = views_of(self._caches.recurrence, kept, stood)
-        kind = ExactShape if isinstance(shape[0], int) else ForwardShape
-        views = self._caches.views(arrays, kind(*shape))
-        layers = self._caches.beside(views, states)
+        forwards = [ExactShape(*each) if isinstance(each[0], int) else ForwardShape(*each) for each in shapes]
+        states = [views_of(self._caches.recurrence, kept, stood) for _, kept, stood in held]
+        views = [self._caches.views(own, each) for (own, *_), each in zip(held, forwards, strict=True)]
+        layers = self._caches.layers(views, states, forwards)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         if self.head is not None:
             outcome.append(self._vocabulary.hidden())
-        return outcome, [array for view in views for array in view.arrays], [each.kept for each in states]
+        return outcome, [
+            ([array for view in own for array in view.arrays], [each.kept for each in recurrent])
+            for own, recurrent in zip(views, states, strict=True)
+        ]
 
     def _head_body(
         self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]

@@ -22,12 +22,14 @@ SMALLEST = 64
 #: Small steps of a row's room, each up to a length. Copying costs at most 1/20 of what attention reads.
 STEPS = ((1024, 32), (4096, 64))
 LONG_STEP = 256
-MOST_BUCKETS = 3  #: most buckets of rows, and so most forwards in one step
+MOST_BUCKETS = 3  #: most buckets of rows in one step
 LEAST_SAVED = 16  #: Adding a bucket must save at least 1 / LEAST_SAVED of the room.
 STAYS = 4  #: Changing the number of buckets must save at least 1 / STAYS of a step.
-#: An extra forward's fixed cost per layer, as bytes read in the same time. Measured on a CPU: 0.7 ms at
-#: 2.7 GB/s. Estimated on a GPU: 30 kernels of 5 µs at 800 GB/s.
-LAYER_ON_CPU, LAYER_ON_GPU = 2 << 20, 128 << 20
+#: One more bucket's fixed cost per layer, as bytes read in the same time. Measured on a CPU: 0.1 ms at
+#: 2.7 GB/s. Estimated on a GPU: 6 kernels of 5 µs at 800 GB/s.
+BUCKET_ON_CPU, BUCKET_ON_GPU = 1 << 18, 24 << 20
+#: The same where each bucket has a forward of its own: 0.7 ms, and 30 kernels.
+FORWARD_ON_CPU, FORWARD_ON_GPU = 2 << 20, 128 << 20
 SKIPS = 2  #: Metal's fused attention skips so many masked positions in the time of a visible one; assumed.
 
 
@@ -111,20 +113,26 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
     return tuple(found)
 
 
-def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
-    beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
-    return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
+def another_bucket(
+    weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool, joined: bool
+) -> int:
+    """Return what one more bucket costs a step, as cached tokens. `joined`: it has no forward of its own."""
+    if joined:
+        cost = layers * (BUCKET_ON_GPU if gpu else BUCKET_ON_CPU)
+    else:
+        cost = weights + layers * (FORWARD_ON_GPU if gpu else FORWARD_ON_CPU)
+    return cost * (SKIPS if skips else 1) // max(token_bytes, 1)
 
 
-def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
+def step_tokens(slots: Slots, lengths: Sequence[int], bucket: int) -> int:
     buckets: dict[tuple[int, int], list[int]] = {}
     for slot, length in zip(slots, lengths, strict=False):
         buckets.setdefault(slot, []).append(view(length))
-    return sum([forward + len(rows) * max(rows) for rows in buckets.values()])
+    return sum([bucket + len(rows) * max(rows) for rows in buckets.values()])
 
 
-def cheapest(ways: Iterable[Slots], lengths: Sequence[int], forward: int, held: int) -> Slots:
-    return min(ways, key=lambda way: step_tokens(way, lengths, forward) * (STAYS - (len(set(way)) == held)))
+def cheapest(ways: Iterable[Slots], lengths: Sequence[int], bucket: int, held: int) -> Slots:
+    return min(ways, key=lambda way: step_tokens(way, lengths, bucket) * (STAYS - (len(set(way)) == held)))
 
 
 def batch_tokens(lengths: Sequence[int]) -> int:
@@ -583,7 +591,7 @@ class KVCacheManager:
         # Keep the layout, unless no prompt joins and half of the room is free, or another is much faster.
         stays = _has_room(self._running) and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
-        slots = cheapest(ways, lengths, self._policy.forward_tokens, len(set(self._slots)))
+        slots = cheapest(ways, lengths, self._policy.bucket_tokens, len(set(self._slots)))
         if stays and (joining or slots == now):
             return True
         for (room, _), sequence in zip(slots, running, strict=False):

@@ -567,7 +567,12 @@ def make_cache(model: Any) -> list[Any]:
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
-    return [*caches, KVCache()] if hasattr(model, _HEAD) else caches
+    return [*caches, KVCache()] if has_head(model) else caches
+
+
+def has_head(model: Any) -> bool:
+    """Return True if the model's MTP head is loaded. Its cache follows the layers' caches."""
+    return hasattr(model, _HEAD)
 
 
 def read_config(folder: Path) -> Config:

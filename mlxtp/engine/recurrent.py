@@ -173,6 +173,34 @@ class StateView:
         return [*inputs, self.settled(update, self._kind.constants(layer))]
 
 
+class JointStateView(StateView):
+    """View of several buckets' states in one forward. Recurrences run bucket by bucket and copy no state."""
+
+    def __init__(self, kind: Recurrence, views: Sequence[StateView], ends: Sequence[int]) -> None:
+        super().__init__(kind, [])
+        self._views = views
+        self._ends = list(ends)  # as in `JointView`
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._convolutions:
+            return self
+        return mx.concatenate([view[index] for view in self._views])
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        if index < self._convolutions:
+            for view, own in zip(self._views, mx.split(value, self._ends), strict=True):
+                view[index] = own
+
+    def recur(self, update: Callable[..., Any], given: dict[str, Any]) -> Any:
+        names = [*self._kind.taken, *[name for name, _ in self._kind.read]]
+        each = zip(*[mx.split(given[name], self._ends) for name in names], strict=True)
+        found = [
+            view.recur(update, {**given, **dict(zip(names, own, strict=True))})[0]
+            for view, own in zip(self._views, each, strict=True)
+        ]
+        return mx.concatenate(found), self
+
+
 def views_of(
     kind: Recurrence | None, kept: list[list[mx.array]], stood: Sequence[mx.array] = ()
 ) -> list[StateView]:

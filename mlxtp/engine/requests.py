@@ -171,8 +171,12 @@ class Requests:
             max_rows=MAX_ROWS if can.batched else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
-            forward_tokens=kv_cache.another_forward(
-                *read_each_forward(model), reply.kv_token_bytes, gpu=gpu, skips=gpu and not command.kv_bits
+            bucket_tokens=kv_cache.another_bucket(
+                *read_each_forward(model),
+                reply.kv_token_bytes,
+                gpu=gpu,
+                skips=gpu and not command.kv_bits,
+                joined=rank.caches.joins_buckets,
             ),
             rolls_back=can.rolls_back,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]

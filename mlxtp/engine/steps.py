@@ -84,7 +84,7 @@ class Policy:
     together: int = 512  # most in a forward over several prompts
     kv_tokens: int = 1 << 40  # room for KV caches, on the rank with the least
     row_tokens: int = 0  # size of the part of a sequence's cache that does not grow
-    forward_tokens: int = 1 << 40  # cost of one more forward in a step, as cached tokens read in that time
+    bucket_tokens: int = 1 << 40  # cost of one more bucket in a step, as cached tokens read in that time
     rolls_back: bool = True  # caches can drop rejected tokens, so a step may feed a row several
     drafts: DraftKind = "auto"  # source of drafts
     draft_room: int = 64  # most in a step with drafts, with all rows padded to the widest

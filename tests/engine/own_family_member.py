@@ -5,6 +5,7 @@ Its arrays are the logits of every chunk of some prompts, and of steps with all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -70,8 +71,10 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         batches[row].join(row, caches)
     counted = counter.count - before
 
-    def one(part: Bucket | MergedBucket, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
-        (tokens,) = inputs
+    def one(
+        buckets: Sequence[Bucket | MergedBucket], inputs: list[mx.array], at: tuple[int, ...]
+    ) -> list[mx.array]:
+        (tokens,), (part,) = inputs, buckets
         if isinstance(part, MergedBucket):
             return [vocabulary.forward(model, tokens, part.caches)]
         part.reserve(max(at) + 1)
@@ -80,7 +83,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view, rings))
         views = kind.views(part.arrays, shape)
         states = views_of(kind.recurrence, part.states.kept if part.states is not None else [])
-        local = vocabulary.forward(model, tokens, kind.beside(views, states))
+        local = vocabulary.forward(model, tokens, kind.layers([views], [states], [shape]))
         part.arrays = [array for each in views for array in each.arrays]
         if part.states is not None:
             part.states.fed(at, 1, [each.kept for each in states])
@@ -92,7 +95,8 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
             assert isinstance(batch, SlotCaches | MergedCaches)
             tokens = mx.array(fed(step, vocabulary.size), dtype=mx.int32)[mx.array(batch.rows), None]
             positions = tuple(LENGTHS[row] + step for row in batch.rows)
-            (local,) = in_parts(batch.parts(batch.rows), batch.rows, [tokens], positions, forward=one)
+            each = [[part] for part in batch.parts(batch.rows)]
+            (local,) = in_parts(each, batch.rows, [tokens], positions, forward=one)
             results.append(vocabulary.gather(local)[:, 0])
             mx.eval(results, batch.arrays())
         found[f"step-{step}"] = mx.concatenate(results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from mlxtp.engine.batch import (
     CacheKind,
     Caches,
     ForwardShape,
+    MergedBucket,
     MergedCaches,
     SlotCaches,
     arrays_of,
@@ -81,20 +82,28 @@ def forward(kind: CacheKind, batch: SlotCaches, rows: list[list[int]], positions
     """Logits [rows, width, V] as a runner has them; shorter rows are padded."""
     width = max(map(len, rows))
 
-    def one(bucket: Bucket, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
-        (tokens,) = inputs
-        bucket.reserve(max(at) + width)
-        view = min(kv_cache.view(max(at) + width), bucket.shape[1])
-        rings = kind.rings(bucket.room)
-        shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), width, view, rings))
-        arrays, bucket.arrays = bucket.arrays, []
-        layers = kind.views(arrays, shape)
-        logits = kind.model(tokens, cache=layers)
-        bucket.arrays = [array for layer in layers for array in layer.arrays]
+    def together(
+        buckets: Sequence[Bucket | MergedBucket], inputs: list[mx.array], at: tuple[int, ...]
+    ) -> list[mx.array]:
+        shapes, views = [], []
+        for bucket in buckets:
+            assert isinstance(bucket, Bucket)
+            own, at = at[: len(bucket.rows)], at[len(bucket.rows) :]
+            bucket.reserve(max(own) + width)
+            view = min(kv_cache.view(max(own) + width), bucket.shape[1])
+            rings = kind.rings(bucket.room)
+            shapes.append(
+                ForwardShape(*ForwardShape.arrays(mx.array(own, dtype=mx.int32), width, view, rings))
+            )
+            views.append(kind.views(bucket.arrays, shapes[-1]))
+            bucket.arrays = []
+        logits = kind.model(inputs[0], cache=kind.layers(views, [[]] * len(buckets), shapes))
+        for bucket, own_views in zip(buckets, views, strict=True):
+            bucket.arrays = [array for layer in own_views for array in layer.arrays]
         return [logits]
 
     tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    (every,) = in_parts(batch.parts(batch.rows), batch.rows, [tokens], tuple(positions), forward=one)
+    (every,) = in_parts([batch.every], batch.rows, [tokens], tuple(positions), forward=together)
     mx.async_eval(every, batch.arrays())
     return every
 

@@ -15,7 +15,7 @@ from mlxtp.engine.kv_cache import (
     SKIPS,
     SMALLEST,
     STAYS,
-    another_forward,
+    another_bucket,
     batch_tokens,
     capacity,
     cheapest,
@@ -154,7 +154,7 @@ def chosen(rows: tuple[int, ...], forward: int = 2000, held: int = 0) -> tuple[i
     return tuple(room for room, _ in cheapest(laned_layouts(rows, (0,) * len(rows)), rows, forward, held))
 
 
-def test_a_long_row_stands_apart_when_short_rows_would_read_more_beside_it_than_another_forward() -> None:
+def test_a_long_row_stands_apart_when_short_rows_would_read_more_beside_it_than_another_bucket() -> None:
     assert chosen((100_000, *[500] * 7)) == (1 << 17, *[512] * 8)
     assert chosen((6000, *[200] * 7)) == (6144, *[256] * 8)
     assert chosen((6000, *[200] * 7), forward=100_000) == (6144,) * 8
@@ -179,15 +179,20 @@ def test_no_layout_is_much_cheaper_and_another_number_of_buckets_saves_a_fourth(
             assert ours * STAYS < theirs * (STAYS - 1)
 
 
-def test_another_forward_costs_its_weights_and_its_layers() -> None:
+def test_another_forward_costs_its_weights_and_its_layers_and_a_bucket_in_the_same_one_its_attention() -> (
+    None
+):
     of_two_macs = {"weights": 20 << 30, "layers": 80, "token_bytes": 160 << 10}  # a 70B with 4 bits
-    alone = another_forward(**of_two_macs, gpu=True, skips=False)
+    alone = another_bucket(**of_two_macs, gpu=True, skips=False, joined=False)
     assert alone * of_two_macs["token_bytes"] == 30 << 30
-    fused = another_forward(**of_two_macs, gpu=True, skips=True)
+    fused = another_bucket(**of_two_macs, gpu=True, skips=True, joined=False)
     assert fused == SKIPS * alone
     assert len(set(chosen((100_000, *[500] * 7), fused))) == 2
     assert len(set(chosen((16_000, *[500] * 7), fused))) == 1
-    assert another_forward(1 << 20, 0, 0, gpu=False, skips=False) == 1 << 20
+    joined = another_bucket(**of_two_macs, gpu=True, skips=True, joined=True)
+    assert 10 * joined < fused
+    assert len(set(chosen((16_000, *[500] * 7), joined))) == 2
+    assert another_bucket(1 << 20, 0, 0, gpu=False, skips=False, joined=False) == 1 << 20
 
 
 def test_lanes_with_fewer_layouts_have_room_to_grow_where_others_have_it() -> None:

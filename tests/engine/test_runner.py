@@ -163,8 +163,8 @@ def test_graphs_that_are_used_stay_and_the_oldest_goes(monkeypatch: pytest.Monke
     monkeypatch.setattr(forwards, "MAX_LAYERS", 8)
     graphs = DecodeGraphs(lambda x: x + 1, CollectiveCounter(), traces=True, layers=4)
     for room in (1, 2, 1, 3, 1):
-        graphs.run((1, 1, room, 64, 1), (), (mx.array(1),), again=True)
-    assert [key[0][2] for key in graphs._graphs] == [3, 1]
+        graphs.run(((1, 1, room, 64, 1),), (), (mx.array(1),), again=True)
+    assert [key[0][0][2] for key in graphs._graphs] == [3, 1]
 
 
 def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:
@@ -628,6 +628,6 @@ def test_a_graph_that_comes_again_counts_its_collectives_once() -> None:
         counter.count += 2
         return x + 1
 
-    graphs, shape = DecodeGraphs(body, counter, traces=True), (1, 1, 256, 256, 1)
+    graphs, shape = DecodeGraphs(body, counter, traces=True), ((1, 1, 256, 256, 1),)
     assert [graphs.run(shape, (), (mx.array(n),), again=True).item() for n in range(4)] == [1, 2, 3, 4]
     assert counter.count == 8

@@ -1868,7 +1868,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
             prefill_chunk=random.choice((16, 64, 512)),
             chunk_beside=64,
             max_rows=8,
-            forward_tokens=random.choice((200, 1 << 40)),
+            bucket_tokens=random.choice((200, 1 << 40)),
         )
         for _ in range(12):
             length = random.choice((random.randint(5, 60), random.randint(400, 900)))
@@ -1946,7 +1946,7 @@ def test_a_batch_request_ends_however_many_interactive_ones_crowd_it_out() -> No
 
 def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() -> None:
     """Two or three beside it are where a forward of its own begins to pay."""
-    simulation = Simulation(forward_tokens=9000, run_ahead=0)
+    simulation = Simulation(bucket_tokens=9000, run_ahead=0)
     layouts = layouts_of(simulation)
     simulation.add(6000, 1000, ignore_eos=True)
     for _ in range(40):

@@ -133,7 +133,7 @@ def _main(folder: Path, longest: int) -> None:
 
     from mlxtp.engine.batch import CacheKind
     from mlxtp.engine.group import CollectiveCounter, LoneGroup
-    from mlxtp.engine.loader import load, read_each_forward
+    from mlxtp.engine.loader import load
     from mlxtp.engine.runner import Runner
     from mlxtp.engine.sampler import Chooser, LogitShaping
 
@@ -142,8 +142,8 @@ def _main(folder: Path, longest: int) -> None:
     chooser = Chooser(group, LogitShaping())
     kinds = CacheKind(loaded.model)
     runner = Runner(loaded, kinds, CollectiveCounter(), chooser, compiled=True)
-    gpu, read = mx.metal.is_available(), read_each_forward(loaded.model)
-    bucket = another_bucket(*read, loaded.kv_token_bytes, gpu=gpu, skips=gpu, joined=kinds.joins_buckets)
+    gpu = mx.metal.is_available()
+    bucket = another_bucket(kinds.attending, loaded.kv_token_bytes, gpu=gpu, skips=gpu)
     for at in range(0, longest, CHUNK):
         tokens = (7,) * (min(at + CHUNK, longest) - at)
         part = PromptPart(longest)

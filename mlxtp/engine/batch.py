@@ -21,7 +21,7 @@ from mlx.utils import tree_map
 from ..chunks import ring_slots
 from ..description import CacheCapabilities
 from ..errors import Code, ModelError
-from .families import attention_heads
+from .families import attention_heads, change
 from .group import uncounted
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import arrays_of as arrays_of
@@ -107,7 +107,13 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 def attend_by_bucket(model: Any) -> None:
-    """Change mlx-lm's function for attention in all modules of this model's layers."""
+    """Change mlx-lm's function for attention in all modules of this model's layers.
+
+    Attention over latents reads its caches before that function does, so it runs as a whole for each bucket.
+    """
+    for part in [each for each in model.modules() if "embed_q" in each and not hasattr(each, "by_bucket")]:
+        change(part, _each_bucket(type(part).__call__))
+        part.by_bucket = True
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     for names in [vars(modules[kind.__module__]) for kind in kinds]:
         if not hasattr(attention := names.get(_ATTENTION, None), "by_bucket") and attention is not None:
@@ -124,6 +130,30 @@ def _by_bucket(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
     attend.by_bucket = True  # type: ignore[attr-defined]
     return attend
+
+
+def _each_bucket(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attend(part: Any, x: mx.array, *args: Any, **named: Any) -> mx.array:
+        caches = [each for each in args if isinstance(each, JointView)]
+        if not caches:
+            return call(part, x, *args, **named)
+        found: list[mx.array] = []
+        each = [_split(value, x.shape[0], caches[0]) for value in (x, *args)]
+        for own, *more in zip(*each, strict=True):
+            # Every rank must run its sums in the same order.
+            (after,) = mx.depends([own], found[-1:]) if found else (own,)
+            found.append(call(part, after, *more, **named))
+        return mx.concatenate(found)
+
+    return attend
+
+
+def _split(value: Any, rows: int, joint: JointView) -> Sequence[Any]:
+    if isinstance(value, JointView):
+        return value.views
+    if isinstance(value, mx.array) and value.shape[:1] == (rows,):
+        return list(mx.split(value, joint.ends))
+    return value if isinstance(value, list) else [value] * len(joint.views)
 
 
 class QuantizedView(LayerView):
@@ -709,6 +739,7 @@ class CacheKind:
         else:
             uniform = inside == {"KVCache", STATE} and (stage is None or stage.counting)
         own = [cache for cache in leaves(self._own) if not _is_state(cache)]
+        self.attending = len(own)  #: layers of this rank with keys and values
         #: Window of each of this rank's layers with keys and values; 0 for a layer without a window.
         self._windows = [cache.max_size if _is_window(cache) else 0 for cache in own]
         rolls_back = uniform and not alone

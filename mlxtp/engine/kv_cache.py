@@ -28,8 +28,7 @@ STAYS = 4  #: Changing the number of buckets must save at least 1 / STAYS of a s
 #: One more bucket's fixed cost per layer, as bytes read in the same time. Measured on a CPU: 0.1 ms at
 #: 2.7 GB/s. Estimated on a GPU: 6 kernels of 5 µs at 800 GB/s.
 BUCKET_ON_CPU, BUCKET_ON_GPU = 1 << 18, 24 << 20
-#: The same where each bucket has a forward of its own: 0.7 ms, and 30 kernels.
-FORWARD_ON_CPU, FORWARD_ON_GPU = 2 << 20, 128 << 20
+APART = 1 << 40  #: cost of one more bucket that has a forward of its own
 SKIPS = 2  #: Metal's fused attention skips so many masked positions in the time of a visible one; assumed.
 
 
@@ -113,14 +112,9 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
     return tuple(found)
 
 
-def another_bucket(
-    weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool, joined: bool
-) -> int:
-    """Return what one more bucket costs a step, as cached tokens. `joined`: it has no forward of its own."""
-    if joined:
-        cost = layers * (BUCKET_ON_GPU if gpu else BUCKET_ON_CPU)
-    else:
-        cost = weights + layers * (FORWARD_ON_GPU if gpu else FORWARD_ON_CPU)
+def another_bucket(layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
+    """Return what one more bucket costs a step, as cached tokens."""
+    cost = layers * (BUCKET_ON_GPU if gpu else BUCKET_ON_CPU)
     return cost * (SKIPS if skips else 1) // max(token_bytes, 1)
 
 

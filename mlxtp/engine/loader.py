@@ -526,12 +526,6 @@ def kv_sizes(model: Any) -> tuple[int, int]:
     return sum(cache.kv_token_bytes - cache.kv_window_bytes for cache in found), sum(rows)
 
 
-def read_each_forward(model: Any) -> tuple[int, int]:
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    layers = sum([bool(tree_flatten(layer.parameters())) for layer in model.layers])
-    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers  # experts have three
-
-
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
     for cache in caches:
         yield from leaves(cache.caches) if hasattr(cache, "caches") else (cache,)

@@ -28,7 +28,6 @@ from .executor import RankExecutor
 from .families import attention_heads, score_bytes
 from .grammar import Grammar, Grammars
 from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
-from .loader import read_each_forward
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
@@ -172,12 +171,10 @@ class Requests:
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
             bucket_tokens=kv_cache.another_bucket(
-                *read_each_forward(model),
-                reply.kv_token_bytes,
-                gpu=gpu,
-                skips=gpu and not command.kv_bits,
-                joined=rank.caches.joins_buckets,
-            ),
+                rank.caches.attending, reply.kv_token_bytes, gpu=gpu, skips=gpu and not command.kv_bits
+            )
+            if rank.caches.joins_buckets
+            else kv_cache.APART,
             rolls_back=can.rolls_back,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,

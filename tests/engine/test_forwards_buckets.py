@@ -16,10 +16,6 @@ from .families import OTHERS
 from .test_runner import runner_of, step, tokens_of
 from .test_runner_joint_prompts import SAID, SIZED, folder_of, joint
 
-APART = frozenset(
-    ("bailing_moe_v3", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_linear", "kimi_vl", "mistral4")
-)
-"""Their attention reads its caches before mlx-lm's function for it does."""
 CASTS = frozenset(("phi", "plamo", "stablelm"))
 """Their attention casts what its caches return."""
 FAMILIES = {name: sizes for name, sizes in {**OTHERS, **SIZED}.items() if "-" not in name}
@@ -60,6 +56,6 @@ def test_rows_of_unlike_lengths_say_what_they_say_alone(
         for text, (token,) in zip(texts, found, strict=True):
             text.append(token)
         if can.rolls_back and not number:
-            assert forwards == ([3, 1, 1] if family in APART | CASTS else [5])
+            assert forwards == ([3, 1, 1] if family in CASTS else [5])
     expected = map(partial(reference, max_tokens=SAID, folder=folder), prompts.values())
     assert list(map(tuple, texts)) == list(expected)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.engine.kv_cache import (
+    BUCKET_ON_CPU,
+    BUCKET_ON_GPU,
     LEAST_SAVED,
     MOST_BUCKETS,
     SKIPS,
@@ -179,20 +181,15 @@ def test_no_layout_is_much_cheaper_and_another_number_of_buckets_saves_a_fourth(
             assert ours * STAYS < theirs * (STAYS - 1)
 
 
-def test_another_forward_costs_its_weights_and_its_layers_and_a_bucket_in_the_same_one_its_attention() -> (
-    None
-):
-    of_two_macs = {"weights": 20 << 30, "layers": 80, "token_bytes": 160 << 10}  # a 70B with 4 bits
-    alone = another_bucket(**of_two_macs, gpu=True, skips=False, joined=False)
-    assert alone * of_two_macs["token_bytes"] == 30 << 30
-    fused = another_bucket(**of_two_macs, gpu=True, skips=True, joined=False)
+def test_another_bucket_costs_each_layer_its_attention_again() -> None:
+    of_two_macs = {"layers": 80, "token_bytes": 160 << 10}  # a 70B
+    alone = another_bucket(**of_two_macs, gpu=True, skips=False)
+    assert alone == 80 * BUCKET_ON_GPU // (160 << 10)
+    fused = another_bucket(**of_two_macs, gpu=True, skips=True)
     assert fused == SKIPS * alone
-    assert len(set(chosen((100_000, *[500] * 7), fused))) == 2
-    assert len(set(chosen((16_000, *[500] * 7), fused))) == 1
-    joined = another_bucket(**of_two_macs, gpu=True, skips=True, joined=True)
-    assert 10 * joined < fused
-    assert len(set(chosen((16_000, *[500] * 7), joined))) == 2
-    assert another_bucket(1 << 20, 0, 0, gpu=False, skips=False, joined=False) == 1 << 20
+    assert len(set(chosen((16_000, *[500] * 7), fused))) == 2
+    assert len(set(chosen((3000, *[500] * 7), fused))) == 1
+    assert another_bucket(4, 0, gpu=False, skips=False) == 4 * BUCKET_ON_CPU
 
 
 def test_lanes_with_fewer_layouts_have_room_to_grow_where_others_have_it() -> None:

@@ -168,14 +168,15 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
     rank = SimpleNamespace(
         bootstrap=bootstrap,
         loaded=SimpleNamespace(model=None, vocabulary=SimpleNamespace(size=9)),
-        caches=SimpleNamespace(can=CacheCapabilities(*[True] * 6, ()), overlapping=False),
+        caches=SimpleNamespace(
+            can=CacheCapabilities(*[True] * 6, ()), overlapping=False, joins_buckets=True, attending=0
+        ),
         eos=frozenset(),
         disk=None,
         status=SimpleNamespace(drafts=None),
     )
     monkeypatch.setattr("mlx.core.metal.is_available", lambda: gpu)
     monkeypatch.setattr(requests_module, "score_bytes", lambda _model, _kv_bits: score)
-    monkeypatch.setattr(requests_module, "read_each_forward", lambda _model: (0, 0))
     monkeypatch.setattr(requests_module, "attention_heads", lambda _model: (0, 0))
     made = Requests(*cast(Any, (rank, None, RequestShaping(), None)))
     made.open(

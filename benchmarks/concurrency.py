@@ -9,13 +9,15 @@ import statistics
 import time
 from collections.abc import Callable
 
+import psutil
+
 from mlxtp.agent import Agent
 from mlxtp.wire.messages import Generate
 
 from . import prompts
 from .http_client import Answer, Ask, median_ttft_ms, total_rate, total_s, user
-from .measures import Row, compare
-from .stage import Stage, decode, endpoint, text_of
+from .measures import Row, absolute, compare
+from .stage import RANKS, Stage, decode, endpoint, rank_pids, text_of
 
 AT_ONCE = (8, 16)
 GAP_S = 0.1  #: Mean seconds between two arrivals.
@@ -32,7 +34,7 @@ async def _at_once(stage: Stage) -> list[Row]:
     rows = []
     agent = await stage.agent(speculation="off")
     for streams in AT_ONCE:
-        pairs, at_pipe = [], []
+        pairs, at_pipe, shares = [], [], list[tuple[float, float]]()
         for number in stage.rounds(f"{streams} streams at once", full=5, quick=2):
             pair = await _both(
                 stage, [Ask(user(prompts.count(next(numbers))), tokens) for _ in range(streams)]
@@ -41,16 +43,34 @@ async def _at_once(stage: Stage) -> list[Row]:
                 Generate(0, prompts.ids(text_of(agent), prompts.count(next(numbers))), tokens)
                 for _ in range(streams)
             ]
+            before, began = _busy_s(agent), time.perf_counter()
             rate = await _pipe_rate(agent, inside)
+            after, took_s = _busy_s(agent), time.perf_counter() - began
             if number:
                 pairs.append(pair)
                 at_pipe.append(rate)
+                kernels, main = [100 * (then - now) / took_s for now, then in zip(before, after, strict=True)]
+                shares.append((kernels, main))
         http, server = _columns(pairs, total_rate)
         rows.append(compare(f"{streams} streams at once, pipe vs mlx_lm.server", at_pipe, server))
         rows.append(compare(f"{streams} streams at once, HTTP vs mlx_lm.server", http, server))
         ttft = f"{streams} streams at once, median time to first token vs mlx_lm.server"
         rows.append(compare(ttft, *_columns(pairs, median_ttft_ms)))
+        for column, thread in enumerate(("MLX's threads", "main thread")):
+            name = f"{streams} streams at once, {thread} of a rank, share of a core"
+            rows.append(absolute(name, [share[column] for share in shares]))
     return rows
+
+
+def _busy_s(agent: Agent) -> tuple[float, float]:
+    """Return the processor time of a rank's other threads and of its main thread, on average."""
+    times = [
+        (thread.id == pid, thread.user_time + thread.system_time)
+        for pid, _ in rank_pids(agent)
+        for thread in psutil.Process(pid).threads()
+    ]
+    others, main = [sum(spent for is_main, spent in times if is_main == which) for which in (False, True)]
+    return others / RANKS, main / RANKS
 
 
 async def _pipe_rate(agent: Agent, requests: list[Generate]) -> float:

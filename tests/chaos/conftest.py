@@ -1,6 +1,6 @@
 """One cluster for all tests that break it: each pays for one recovery instead of two starts.
 
-Options of `make chaos`: `--quick`, `--rounds N`, `--json FILE`. At the end stands a table of what was found.
+Options of `make chaos`: `--rounds N`, `--json FILE`. At the end stands a table of what was found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ ROUNDS = 3
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
-    group.addoption("--quick", action="store_true", help="only what `make test` runs of this folder")
     group.addoption("--rounds", type=int, default=ROUNDS, help="seeds for each story with a random moment")
     group.addoption("--json", type=Path, help="a file for every fault, and for the sums")
 
@@ -39,19 +38,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         rounds = metafunc.config.getoption("rounds", ROUNDS)
         first, *more = range(max(rounds, 1))
         metafunc.parametrize("seed", [first, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in more)])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before pytest leaves out what is marked."""
-    if config.getoption("quick", False):
-        kept = [item for item in items if _is_quick(item)]
-        config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
-        items[:] = kept
-
-
-def _is_quick(item: pytest.Item) -> bool:
-    return Path(__file__).parent in item.path.parents and item.get_closest_marker("chaos") is None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import socket
 import time
+from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -33,6 +35,19 @@ def all_descriptors(cluster: FaultyCluster) -> tuple[int, ...]:
 
 def no_more_than(at_first: tuple[int, ...], cluster: FaultyCluster) -> bool:
     return all(now <= then for now, then in zip(all_descriptors(cluster), at_first, strict=True))
+
+
+@contextlib.contextmanager
+def deaf_client(cluster: FaultyCluster, prompt: str, max_tokens: int = 400) -> Iterator[socket.socket]:
+    """Asks for a stream, and reads it only when it is told to."""
+    host, port = cluster.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        payload = json.dumps(body(prompt, stream=True, max_tokens=max_tokens)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        sock.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        yield sock
 
 
 async def one_client(client: httpx.AsyncClient, rng: random.Random, expected: dict[str, str]) -> str:
@@ -103,13 +118,7 @@ def test_a_client_that_stops_reading(cluster: FaultyCluster) -> None:
     assert cluster.content(SHORT) == cluster.right(SHORT)  # the first answer opens some for good
     was = before(cluster)
     at_first = all_descriptors(cluster)
-    host, port = cluster.url.removeprefix("http://").split(":")
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((host, int(port)))
-        payload = json.dumps(body(prompt, stream=True, max_tokens=tokens)).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-        sock.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    with deaf_client(cluster, prompt, tokens) as sock:
         until(lambda: cluster.health()["open_requests"] == 1, "the request is open")
         began = time.monotonic()
         assert cluster.content(SHORT) == cluster.right(SHORT)
@@ -133,14 +142,8 @@ def test_a_client_that_stops_reading_and_leaves(cluster: FaultyCluster) -> None:
     assert cluster.content(SHORT) == expected  # the first answer opens some for good
     was = before(cluster)
     at_first = all_descriptors(cluster)
-    host, port = cluster.url.removeprefix("http://").split(":")
     for _ in range(8):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect((host, int(port)))
-            payload = json.dumps(body(LONG, stream=True)).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
-            sock.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        with deaf_client(cluster, LONG) as sock:
             sock.recv(16)
     assert cluster.content(SHORT) == expected
     until(lambda: cluster.health()["open_requests"] == 0, "no request is open", 10 * SLOWNESS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +24,6 @@ import pytest
 
 from mlxtp.api.backend import Sampling
 from mlxtp.errors import MlxtpError
-from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
 from mlxtp.wire.messages import BLOCK, Generate
 
@@ -84,9 +82,6 @@ def said(wanted: Generate, model: Path) -> tuple[int, ...]:
 def fetched_tokens(cluster: Cluster) -> list[int]:
     cluster.idle()  # reports of all ranks are new
     return [rank["fetched_tokens"] for rank in cluster.health()["ranks"]]
-
-
-# --- ranks that die --------------------------------------------------------------------------------------
 
 
 @chaos
@@ -151,19 +146,6 @@ def begun(home: Home, cluster: Cluster, wanted: Generate) -> Request:
     return request
 
 
-@chaos
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_long_answer_goes_on_from_disk_when_a_rank_is_lost(home: Home, model: Path, rank: int) -> None:
-    wanted = Generate(0, new_tokens(Random(2), 3100), 300, ignore_eos=True)
-    with home.start() as cluster:
-        request = begun(home, cluster, wanted)
-        on_disk(home.path, 2 * (3100 // BLOCK))
-        kill(cluster.pids()[rank])
-        tokens, _ = request.finish()
-        assert tokens == said(wanted, model)
-        assert fetched_tokens(cluster) == [3072, 3072]
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=chaos), 1])
 def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path, rank: int) -> None:
     wanted = Generate(0, new_tokens(Random(3), 2100), 120, DRAWN, ignore_eos=True)
@@ -180,9 +162,6 @@ def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path,
         assert fetched_tokens(cluster) == [1280, 1280]
         clear_memory(cluster)
         assert ask(cluster, wanted, model) >= 1280
-
-
-# --- agents that die -------------------------------------------------------------------------------------
 
 
 class Node(Agent):
@@ -246,9 +225,6 @@ def test_the_agent_is_killed_at_random_moments(
     kill(last.pid)
     last.process.wait()
     assert node().answer(Generate(0, talk, 30), model) == 2560
-
-
-# --- disks that hang -------------------------------------------------------------------------------------
 
 
 def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Generate]:
@@ -345,9 +321,6 @@ def test_a_model_goes_and_comes_back_while_a_rank_fetches(home: Home, model: Pat
         assert cluster.epoch == 1
 
 
-# --- other files than were left --------------------------------------------------------------------------
-
-
 @chaos
 def test_blocks_of_another_number_of_ranks_are_let_alone(home: Home, model: Path) -> None:
     (wanted,) = filled(home, model, 4)
@@ -392,90 +365,16 @@ def test_blocks_of_other_kv_bits_are_let_alone(tmp_path: Path) -> None:
         assert ask(cluster, wanted, model) == KEPT
 
 
-@chaos
-def test_ten_thousand_blocks_delay_nothing(home: Home, model: Path) -> None:
-    (wanted,) = filled(home, model, 4)
-    random = Random(5)
-    for rank in range(2):
-        file = home.files(rank)[0]
-        for number in range(10_000):
-            name = f"{random.randbytes(16).hex()}-{BLOCK * (number % 50 + 1)}-{random.randbytes(16).hex()}"
-            os.link(file, file.parent / name)
-    at = time.monotonic()
-    with home.start() as cluster:
-        assert ask(cluster, wanted, model) == KEPT
-        assert time.monotonic() - at < 20 * SLOWNESS
-        clear_memory(cluster)
-        at = time.monotonic()
-        assert ask(cluster, wanted, model) == KEPT
-        assert time.monotonic() - at < 2 * SLOWNESS
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *what: str | Path) -> Iterator[None]:
-    """Have the arguments of `mount` in a folder."""
-    folder.mkdir(parents=True)
-    if subprocess.run(["mount", *what, folder], check=False).returncode:
-        pytest.skip("root alone can mount")
-    yield
-    subprocess.run(["umount", folder], check=True)
-
-
-@pytest.fixture
-def sharing(tmp_path: Path, model: Path) -> Iterator[list[Home]]:
-    """Two homes whose caches are in one folder."""
-    shared = tmp_path / "shared"
-    shared.mkdir(0o700)
-    homes = []
-    with contextlib.ExitStack() as mounts:
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-            homes.append(Home(tmp_path / name, model))
-            mounts.enter_context(mounted(folder_in(homes[-1].path), "--bind", shared))
-        yield homes
-
-
-@chaos
-def test_two_agents_share_one_folder(sharing: list[Home], model: Path) -> None:
-    homes, shared = sharing, folder_in(sharing[0].path)
-    random = Random(6)
-    same = [new_tokens(random, LONG) for _ in range(3)]
-    room = 2_000_000
-    with homes[0].start(cache_disk=room) as one, homes[1].start(cache_disk=room) as two:
-        for turn in range(4):
-            own = [new_tokens(random, 1500) for _ in range(4)]
-            wanted = [Generate(0, prompt, 10) for prompt in same]
-            threads = [
-                threading.Thread(
-                    target=cluster.ask_all, args=([*wanted, *(Generate(0, p, 10) for p in own[at::2])],)
-                )
-                for at, cluster in enumerate((one, two))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for cluster in (one, two):
-                if turn % 2:
-                    clear_memory(cluster)
-                answered(cluster, wanted, model)
-            assert sum(path.stat().st_size for path in shared.glob("*/[!.]*-*")) <= room
-    with homes[1].start(cache_disk=room) as cluster:
-        assert ask(cluster, Generate(0, same[2], 10), model) == KEPT
-
-
-# --- disks that are full, or none ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_disk(home: Home) -> Iterator[Path]:
     """Mount a disk of a few blocks."""
     folder = folder_in(home.path)
-    with mounted(folder, "-t", "tmpfs", "-o", "size=400k,mode=700", "none"):
-        yield folder
-
-
-LINE = "KV caches are no longer kept on disk"
+    folder.mkdir(parents=True)
+    what = ("-t", "tmpfs", "-o", "size=400k,mode=700", "none")
+    if subprocess.run(["mount", *what, folder], check=False).returncode:
+        pytest.skip("root alone can mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @chaos
@@ -491,81 +390,10 @@ def test_a_full_disk_ends_the_writing_alone(
         answered(cluster, wanted, model)
         cluster.idle()
         full = sum(not each["disk_room_bytes"] for each in cluster.health()["ranks"])
-    assert capfd.readouterr().err.count(LINE) == full, "one line a rank"
+    line = "KV caches are no longer kept on disk"
+    assert capfd.readouterr().err.count(line) == full, "one line a rank"
     assert not list(small_disk.glob("*/.[!.]*"))
     with home.start() as cluster:
         talks = answered(cluster, wanted, model)
         assert fetched_tokens(cluster)[0] > 0, "what is there is used"
         answered(cluster, [Generate(0, talk, 20) for talk in talks], model)
-
-
-@chaos
-def test_a_folder_that_is_none(home: Home, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    home.path.mkdir()
-    folder_in(home.path).write_text("no folder")
-    filled(home, model, 4)
-    assert capfd.readouterr().err.count(LINE) == 2
-
-
-@chaos
-def test_a_folder_that_vanishes(home: Home, model: Path) -> None:
-    with home.start() as cluster:
-        for seed in (4, 5):
-            ask(cluster, Generate(0, new_tokens(Random(seed), LONG), 20), model)
-            on_disk(home.path, 10)
-            shutil.rmtree(folder_in(home.path))
-            clear_memory(cluster)
-            ask(cluster, Generate(0, new_tokens(Random(4), LONG), 20, DRAWN), model)
-    (wanted,) = filled(home, model, 6)
-    with home.start() as cluster:
-        assert ask(cluster, wanted, model) == KEPT
-
-
-# --- much at once ----------------------------------------------------------------------------------------
-
-
-@chaos
-def test_many_requests_with_little_room(home: Home, model: Path, seed: int) -> None:
-    """Some leave while their caches are read, and caches are removed meanwhile."""
-    random = Random(seed)
-    talks = [new_tokens(random, random.randrange(1100, 2000)) for _ in range(5)]
-    stop = threading.Event()
-
-    def remove() -> None:
-        while not stop.wait(1.0):
-            disk_cache.clear(folder_in(home.path), agent_runs=True)
-
-    with home.start(kv_bytes=6000 * 256) as cluster:
-        home.book.give(*(Order("disk", rank, 0, on="read", times=0, seconds=0.03) for rank in range(2)))
-        remover = threading.Thread(target=remove)
-        for turn in range(6):
-            wanted = [
-                Generate(0, random.choice(talks), random.randrange(1, 20), random.choice((Sampling(), DRAWN)))
-                for _ in range(8)
-            ]
-            leave = [cluster.ask(Generate(0, talk, 50, ignore_eos=True)) for talk in talks[:3]]
-            leaver = threading.Timer(
-                random.uniform(0.0, 0.5), lambda all_of=leave: [r.close() for r in all_of]
-            )
-            leaver.start()
-            answered(cluster, wanted, model)
-            leaver.join()
-            if turn % 2 == 0:
-                clear_memory(cluster)
-            if turn == 2:
-                remover.start()
-        stop.set()
-        remover.join()
-        assert cluster.epoch == 1
-        clear_memory(cluster)
-        answered(cluster, [Generate(0, talk, 5) for talk in talks], model)
-        cluster.idle()
-    with home.start() as cluster:
-        assert sum([ask(cluster, Generate(0, talk, 5), model) for talk in talks]) >= 1024
-
-
-@chaos
-def test_many_conversations_come_back_at_once(home: Home, model: Path) -> None:
-    wanted = filled(home, model, *range(6))
-    with home.start() as cluster:
-        assert [outcome.whole().cached for outcome in cluster.ask_all(wanted)] == [KEPT] * 6

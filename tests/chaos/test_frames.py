@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from mlxtp.errors import Code
 
-from ..live_cluster import until
-from .answers import LONG, SHORT
+from .answers import LONG
 from .harness import (
     STALL_S,
     Fault,
@@ -24,41 +21,6 @@ from .harness import (
 from .orders import Order
 
 chaos = pytest.mark.chaos
-PROMPT = "Forward of prompts"
-
-
-def frames_of(cluster: FaultyCluster, prompt: str, max_tokens: int) -> tuple[list[str], int, int]:
-    """The types of the frames of one request on the decode link, its prompt and generated tokens.
-
-    A layout of its room runs no forward. The request before may stop late.
-    """
-    cluster.order("record", 1)
-    usage = cluster.chat(prompt, max_tokens=max_tokens)["usage"]
-    frames = until(
-        lambda: len(f := cluster.book.notes("frame")) > 1 and f[-1]["type"] == "SessionStop" and f,
-        "a SessionStop",
-    )
-    assert {frame["sender"] for frame in frames} == {0}
-    types = [frame["type"] for frame in frames if frame["type"] != "Arrange"]
-    types = types[types.index(PROMPT) :]
-    return types, usage["prompt_tokens"], usage["completion_tokens"]
-
-
-@pytest.mark.parametrize("prompt", [pytest.param(SHORT, marks=chaos), LONG], ids=["one chunk", "four chunks"])
-def test_one_request_is_prompt_steps_and_one_stop(cluster: FaultyCluster, prompt: str) -> None:
-    """N generated tokens take one prefill and N-1 step frames."""
-    types, prompt_tokens, generated = frames_of(cluster, prompt, max_tokens=15)
-    chunks = math.ceil(prompt_tokens / 32)
-    assert generated == 15
-    assert types == [PROMPT] * chunks + ["Forward"] * 14 + ["SessionStop"]
-
-
-@chaos
-def test_an_end_token_costs_at_most_the_step_that_was_on_its_way(cluster: FaultyCluster) -> None:
-    types, _, generated = frames_of(cluster, SHORT, max_tokens=64)
-    steps = types.count("Forward")
-    assert types == [PROMPT] + ["Forward"] * steps + ["SessionStop"]
-    assert generated - 1 <= steps <= generated
 
 
 def refused(how: str, rank: int, *codes: Code, always: bool = False) -> Fault:

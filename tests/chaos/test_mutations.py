@@ -107,31 +107,22 @@ def test_rank_1_takes_another_token(cluster: FaultyCluster) -> None:
     )
 
 
-# --- whose token counts -------------------------------------------------------------------------------
-
-
-def assert_nothing_comes_of_it(cluster: FaultyCluster, note: str, fault: str, **how: Any) -> None:
+@chaos
+@pytest.mark.parametrize(
+    ("fault", "on", "note"), [("draw_another_token", "", "drawn"), ("flip_logit_bit", "choose", "flipped")]
+)
+def test_what_rank_1_chooses_from_gathered_logits_changes_nothing(
+    cluster: FaultyCluster, fault: str, on: str, note: str
+) -> None:
+    """Rank 0's choice travels inside the graph, and that of rank 1 reaches no client."""
     expected = cluster.right(LONG, **BIASED)
     was = before(cluster)
-    cluster.order(fault, 1, at=5, times=0, **how)
+    cluster.order(fault, 1, at=5, times=0, on=on)
     answer = cluster.read(LONG, **BIASED)
-    notes = cluster.wait_note(note, count=50)
-    assert all(n["before"] != n["after"] for n in notes)
+    assert all(n["before"] != n["after"] for n in cluster.wait_note(note, count=50))
     assert_whole(answer, expected)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
-
-
-@chaos
-def test_another_draw_of_rank_1_changes_no_token(cluster: FaultyCluster) -> None:
-    """Rank 0's choice travels inside the graph."""
-    assert_nothing_comes_of_it(cluster, "drawn", "draw_another_token")
-
-
-@chaos
-def test_a_bit_flipped_in_the_logits_that_rank_1_gathered_changes_nothing(cluster: FaultyCluster) -> None:
-    """The argmax of rank 1 is another, and reaches no client."""
-    assert_nothing_comes_of_it(cluster, "flipped", "flip_logit_bit", on="choose")
 
 
 @chaos
@@ -153,9 +144,6 @@ def test_a_bit_flipped_before_ranks_exchange_logits_reaches_all(
     assert answer.text != expected
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
-
-
-# --- the golden proof ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])

@@ -80,20 +80,19 @@ def test_a_late_ack_within_its_limit_is_a_pause(cluster: FaultyCluster) -> None:
 
 
 @chaos
-def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyCluster) -> None:
+@pytest.mark.parametrize(("place", "at"), [("decode", 20), ("prefill", 2)])
+def test_rank_1_stands_still_in_a_step_with_a_beating_heart(
+    cluster: FaultyCluster, place: str, at: int
+) -> None:
     """Liveness is not progress: the stall detector, not silence, and not before its limit."""
     was = before(cluster)
-    cluster.order("hold", 1, on="decode", at=20, seconds=60 * SLOWNESS)
-    answer = cluster.read(LONG)
-    end = assert_recovered(
-        cluster,
-        was,
-        {Code.RANK_STALLED},
-        "stuck in a step",
-        answers=((answer, cluster.right(LONG)),),
-        within_s=STALL_S,
-    )
+    cluster.tighten(prefill_stall_s=FAULT_LIMITS.decode_stall_s)
+    cluster.order("hold", 1, on=place, at=at, seconds=60 * SLOWNESS)
+    answers = ((cluster.read(LONG), cluster.right(LONG)),)
+    case = f"stuck in {place}"
+    end = assert_recovered(cluster, was, {Code.RANK_STALLED}, case, answers=answers, within_s=STALL_S)
     assert "rank 0 is behind" not in end.error.detail
+    assert cluster.postmortem(was.epoch).cause.kind == "stuck"
 
 
 @chaos

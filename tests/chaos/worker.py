@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ import msgpack
 from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine.disk_index import DiskIndex
-from mlxtp.engine.executor import RankExecutor, RunningForward
+from mlxtp.engine.executor import RankExecutor
 from mlxtp.engine.forwards import DecodeGraphs
 from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Runner
-from mlxtp.engine.sampler import Chooser, Chosen, Sampler, Scores
+from mlxtp.engine.sampler import Chooser, Chosen, Sampler
 from mlxtp.engine.scheduler import QueuedForward, Scheduler
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import DecodeFrame
@@ -114,57 +114,69 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
     original(mail, sender, received)
 
 
-# --- a rank that stands still, or fails --------------------------------------------------------------
-
-
 @around(RankExecutor, "launch")
-def hold_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
+def launch(original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None) -> Any:
+    """The frame has gone out: this rank stands still, fails, runs it otherwise, or speaks as rank 0 does."""
     place = "prefill" if frame.prompts else "decode"
     if order := orders.due("hold", place):
         pause(order)
-    return original(rank, step, frame, known)
-
-
-@around(rank_module, "form")
-def hold_form(original: Wrapped, *args: Any, **kwargs: Any) -> Any:
-    if order := orders.due("hold", "form"):
-        pause(order)
-    return original(*args, **kwargs)
-
-
-@around(rank_module, "load")
-def hold_load(original: Wrapped, *args: Any) -> Any:
-    if order := orders.due("hold", "load"):
-        pause(order)
-    return original(*args)
-
-
-@around(worker, "_await_shutdown")
-def hold_shutdown(original: Wrapped, mail: Mailbox) -> None:
-    if order := orders.due("hold", "shutdown"):
-        pause(order)
-    original(mail)
+    if order := orders.due("raise_in_forward", kind_of(frame)):
+        raise RuntimeError(NO_MEMORY if order.how == "memory" else "no such luck")
+    if orders.due("die", place) or poisonous(frame):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_step(frame) and (order := orders.due("speak")):
+        pipe, delta = links[LinkKind.PIPE], Delta((frame.rows[0],), (0,), (7,))
+        if order.how == "politely":
+            pipe.send(delta)
+        else:
+            put(pipe, delta)
+    if is_step(frame) and orders.due("swallow_exception"):  # and answers with what the last forward gave
+        rank.status.in_flight += 1
+        return dataclasses.replace(launch.last, step=step)  # type: ignore[attr-defined]
+    frame = misread(rank, frame)
+    forward = launch.last = original(rank, step, frame, known)  # type: ignore[attr-defined]
+    return original(rank, step, frame, known) if is_step(frame) and orders.due("run_twice") else forward
 
 
 NO_MEMORY = OUT_OF_MEMORY[-1]
 """Of Metal."""
+prompts: dict[int, tuple[int, ...]] = {}
+"""This rank's part of each prompt."""
 
 
-@around(RankExecutor, "launch")
-def raise_in_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    """The step's frame has gone out already."""
-    if order := orders.due("raise_in_forward", kind_of(frame)):
-        raise RuntimeError(NO_MEMORY if order.how == "memory" else "no such luck")
-    return original(rank, step, frame, known)
+def poisonous(frame: Forward) -> bool:
+    """No rank survives a prompt with the tokens that `how` lists in it."""
+    order, tokens = orders.order("poison"), iter(frame.tokens)
+    if order is None or not frame.prompts:
+        return False
+    for uid, width in zip(frame.rows, frame.widths, strict=True):
+        prompts[uid] = (*prompts.get(uid, ()), *itertools.islice(tokens, width))
+        if f" {order.how} " in f" {' '.join(map(str, prompts[uid]))} " and orders.due("poison"):
+            return True
+    return False
+
+
+def misread(rank: RankExecutor, frame: Forward) -> Forward:
+    """Something else than the frame says. Frames of one row are counted, or of several."""
+    rows = "one row" if is_step(frame) and len(frame.rows) == 1 else "several rows"
+    if is_step(frame) and (order := orders.due("misread_step", rows)):
+        match order.how:
+            case "positions":
+                return dataclasses.replace(frame, positions=tuple(p - 1 for p in frame.positions))
+            case "rows":
+                return dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
+            case "order":  # as if this rank had let another row take a place that became free
+                rank.runner._batch.rows.reverse()
+    if frame.prompts and orders.due("misread_prompt"):
+        return dataclasses.replace(frame, tokens=(*frame.tokens[:-1], frame.tokens[-1] ^ 1))
+    return frame
 
 
 @around(rank_module, "load")
-def find_no_memory(original: Wrapped, folder: Path, group: Any, progress: Wrapped, *how: Any) -> ModelShare:
-    """The first part of the model is here already."""
+def load(original: Wrapped, folder: Path, group: Any, progress: Wrapped, *how: Any) -> ModelShare:
+    """It hangs, finds no memory after the first part, or one weight is not what the file says."""
+    if order := orders.due("hold", "load"):
+        pause(order)
 
     def advance() -> None:
         progress()
@@ -172,6 +184,10 @@ def find_no_memory(original: Wrapped, folder: Path, group: Any, progress: Wrappe
             raise RuntimeError(NO_MEMORY)
 
     loaded: ModelShare = original(folder, group, advance, *how)
+    if orders.due("change_weight"):
+        norm = loaded.model.layers[0].input_layernorm
+        norm.weight = norm.weight.at[0].add(64)
+        mx.eval(norm.weight)
     return loaded
 
 
@@ -181,42 +197,6 @@ def note_memory(original: Wrapped, rank: RankExecutor) -> None:
     launched = 0 if rank._runner is None else rank._runner.forwards
     original(rank)
     orders.note("given back", launched=launched, active=mx.get_active_memory())
-
-
-@around(RankExecutor, "launch")
-def die(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    if orders.due("die", "prefill" if frame.prompts else "decode"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(rank, step, frame, known)
-
-
-prompts: dict[int, tuple[int, ...]] = {}
-"""This rank's part of each prompt."""
-
-
-def pieces(frame: Forward) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The tokens of each prompt in a frame, with its uid."""
-    tokens = iter(frame.tokens)
-    for uid, width in zip(frame.rows, frame.widths, strict=True) if frame.prompts else ():
-        yield uid, tuple(itertools.islice(tokens, width))
-
-
-@around(RankExecutor, "launch")
-def poison(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    """No rank survives a prompt with the tokens that `how` lists in it."""
-    if order := orders.order("poison"):
-        for uid, tokens in pieces(frame):
-            prompts[uid] = (*prompts.get(uid, ()), *tokens)
-            if f" {order.how} " in f" {' '.join(map(str, prompts[uid]))} " and orders.due("poison"):
-                os.kill(os.getpid(), signal.SIGKILL)
-    return original(rank, step, frame, known)
-
-
-# --- caches on disk -----------------------------------------------------------------------------------
 
 
 @around(block_store, "write_block")
@@ -261,39 +241,11 @@ def fail(order: Order) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- a rank above 0 that does something else ----------------------------------------------------------
-
-
 @around(Mailbox, "take")
 def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
     received = original(mail, sender)
-    if not isinstance(received, Received):
-        return received
-    if is_step(received.message) and orders.due("skip_step"):
-        return original(mail, sender)
-    return received
-
-
-@around(RankExecutor, "launch")
-def run_twice(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    forward: RunningForward = original(rank, step, frame, known)
-    if is_step(frame) and orders.due("run_twice"):
-        return original(rank, step, frame, known)
-    return forward
-
-
-@around(RankExecutor, "launch")
-def swallow_exception(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    """The forward raises; its caller catches that, goes on, and answers with what the last forward gave."""
-    if not (is_step(frame) and orders.due("swallow_exception")):
-        swallow_exception.last = original(rank, step, frame, known)  # type: ignore[attr-defined]
-        return swallow_exception.last  # type: ignore[attr-defined]
-    rank.status.in_flight += 1
-    return dataclasses.replace(swallow_exception.last, step=step)  # type: ignore[attr-defined]
+    skips = isinstance(received, Received) and is_step(received.message) and orders.due("skip_step")
+    return original(mail, sender) if skips else received
 
 
 @around(Runner, "run")
@@ -335,57 +287,24 @@ def see_every_forward(original: Wrapped, graphs: DecodeGraphs, key: Any, inputs:
     return original(graphs, key, inputs)
 
 
-@around(Vocabulary, "winners")
-def flip_before_winners(
-    original: Wrapped, vocabulary: Vocabulary, local: mx.array
-) -> tuple[mx.array, mx.array]:
-    return original(vocabulary, flipped(local) if orders.due("flip_logit_bit", "winners") else local)
+def flip_before(owner: type, place: str) -> None:
+    """Before ranks exchange logits ("winners", "gather"), or before this rank chooses from all of them."""
+
+    @around(owner, place)
+    def flip(original: Wrapped, it: Any, logits: mx.array, *args: Any, **how: Any) -> Any:
+        return original(it, flipped(logits) if orders.due("flip_logit_bit", place) else logits, *args, **how)
 
 
-@around(Vocabulary, "gather")
-def flip_before_gather(original: Wrapped, vocabulary: Vocabulary, local: mx.array) -> mx.array:
-    return original(vocabulary, flipped(local) if orders.due("flip_logit_bit", "gather") else local)
-
-
-@around(Chooser, "choose")
-def flip_after_gather(
-    original: Wrapped, chooser: Chooser, logits: mx.array, *args: Any, **how: Any
-) -> tuple[mx.array, Scores]:
-    chosen: tuple[mx.array, Scores] = original(
-        chooser, flipped(logits) if orders.due("flip_logit_bit", "choose") else logits, *args, **how
-    )
-    return chosen
-
-
-@around(RankExecutor, "launch")
-def misread_step(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    """This rank runs something else than the frame says. It counts frames of one row, or of several."""
-    rows = "one row" if is_step(frame) and len(frame.rows) == 1 else "several rows"
-    if is_step(frame) and (order := orders.due("misread_step", rows)):
-        match order.how:
-            case "positions":
-                frame = dataclasses.replace(frame, positions=tuple(p - 1 for p in frame.positions))
-            case "rows":
-                frame = dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
-            case "order":  # as if this rank had let another row take a place that became free
-                rank.runner._batch.rows.reverse()
-    if frame.prompts and orders.due("misread_prompt"):
-        frame = dataclasses.replace(frame, tokens=(*frame.tokens[:-1], frame.tokens[-1] ^ 1))
-    return original(rank, step, frame, known)
+flip_before(Vocabulary, "winners")
+flip_before(Vocabulary, "gather")
+flip_before(Chooser, "choose")
 
 
 @around(RankExecutor, "apply")
-def keep_otherwise(original: Wrapped, rank: RankExecutor, frame: Message) -> None:
-    """A KV cache is not kept here, though all the others keep it; or less of it."""
+def apply(original: Wrapped, rank: RankExecutor, frame: Message) -> None:
+    """A KV cache is not kept here, though all the others keep it; or less of it; or it is not dropped."""
     if isinstance(frame, SessionStop) and frame.keep and (order := orders.due("keep_otherwise")):
         frame = dataclasses.replace(frame, keep=max(frame.keep + int(order.how), 0))
-    original(rank, frame)
-
-
-@around(RankExecutor, "apply")
-def evict_otherwise(original: Wrapped, rank: RankExecutor, frame: Message) -> None:
     if not (isinstance(frame, Evict) and orders.due("evict_otherwise")):
         original(rank, frame)
 
@@ -409,41 +328,9 @@ def know_trials(original: Wrapped, trial: GrammarSandbox, kind: str, text: str) 
     return original(trial, kind, text)
 
 
-@around(rank_module, "load")
-def change_weight(original: Wrapped, *args: Any) -> ModelShare:
-    """One weight of one layer, on this rank, is not what the file says: memory, or a build, is broken."""
-    loaded: ModelShare = original(*args)
-    if orders.due("change_weight"):
-        norm = loaded.model.layers[0].input_layernorm
-        norm.weight = norm.weight.at[0].add(64)
-        mx.eval(norm.weight)
-    return loaded
-
-
-@around(BlockingLink, "send")
-def lie(original: Wrapped, link: BlockingLink, message: Message) -> int:
-    """One field of an Ack, or of a SessionStop, is one too high."""
-    if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", kind_of(message))):
-        message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
-    return original(link, message)
-
-
-@around(RankExecutor, "launch")
-def speak(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
-) -> RunningForward:
-    """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
-    if is_step(frame) and (order := orders.due("speak")):
-        pipe = links[LinkKind.PIPE]
-        delta = Delta((frame.rows[0],), (0,), (7,))
-        if order.how == "politely":
-            pipe.send(delta)
-        else:
-            put(pipe, delta)
-    return original(rank, step, frame, known)
-
-
-# --- a rank 0 that takes one step too many ------------------------------------------------------------
+def one_more(last: Forward, uid: int) -> Forward:
+    """The step of one row behind its last one."""
+    return Forward((uid,), (last.positions[last.rows.index(uid)] + 1,))
 
 
 @around(Scheduler, "next")
@@ -455,125 +342,65 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> DecodeFrame | None:
     if isinstance(frame, SessionStop) and orders.due("extra_step"):
         scheduler.frames.appendleft(frame)
         scheduler.in_flight.append(QueuedForward((), tokens=1))
-        last: Forward = extra_step.last  # type: ignore[attr-defined]
-        return Forward((frame.uid,), (last.positions[last.rows.index(frame.uid)] + 1,))
+        return one_more(extra_step.last, frame.uid)  # type: ignore[attr-defined]
     return frame
 
 
-@around(BlockingLink, "send")
-def extra_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
-    """Sent, and not run here; "late": after the sequence has been stopped."""
-    if is_step(message):
-        extra_frame.last = message  # type: ignore[attr-defined]
-    if not (isinstance(message, SessionStop) and (order := orders.due("extra_frame"))):
-        return original(link, message)
-    last: Forward = extra_frame.last  # type: ignore[attr-defined]
-    extra = Forward((message.uid,), (last.positions[last.rows.index(message.uid)] + 1,))
-    if order.how == "late":
-        seq = original(link, message)
-        put(link, extra)
-        return seq
-    put(link, extra)
-    return original(link, message)
+def framed(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
 
 
-# --- frames that break the rules ----------------------------------------------------------------------
-
-Send = Callable[[Message], int]
-
-
-def _ahead_of(other: Callable[[Message], Message]) -> Callable[[Send, BlockingLink, Message], int]:
-    def act(send: Send, link: BlockingLink, message: Message) -> int:
-        put(link, other(message))
-        return send(message)
-
-    return act
-
-
-def _other_epoch_as_well(send: Send, link: BlockingLink, message: Message) -> int:
-    put(link, message, epoch=link.protocol.epoch + 1, seq=link.protocol.seq + 1)
-    return send(message)
-
-
-def _other_epoch(send: Send, link: BlockingLink, message: Message) -> int:
-    return put(link, message, epoch=link.protocol.epoch + 1)
-
-
-def _seq_ahead(send: Send, link: BlockingLink, message: Message) -> int:
-    return put(link, message, seq=link.protocol.seq + 2)
-
-
-def _seq_again(send: Send, link: BlockingLink, message: Message) -> int:
-    seq = send(message)
-    return put(link, message, seq=seq)
-
-
-def _unknown_type(send: Send, link: BlockingLink, message: Message) -> int:
-    payload = msgpack.packb((0x7E, link.protocol.epoch, link.protocol.seq + 1, {}))
-    put_bytes(link, struct.pack(">I", len(payload)) + payload)
-    return send(message)
-
-
-def _truncated(send: Send, link: BlockingLink, message: Message) -> int:
-    payload = encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3]
-    put_bytes(link, struct.pack(">I", len(payload)) + payload)
-    return send(message)
-
-
-def _oversize(send: Send, link: BlockingLink, message: Message) -> int:
-    put_bytes(link, struct.pack(">I", MAX_FRAME + 1))
-    return send(message)
-
-
-def _garbage(send: Send, link: BlockingLink, message: Message) -> int:
-    put_bytes(link, b"\0\0\0\x20" + bytes(range(0xC1, 0xE1)))
-    return send(message)
-
-
-def _twice(send: Send, link: BlockingLink, message: Message) -> int:
-    seq = send(message)
-    put(link, message)
-    return seq
-
-
-def _missing(send: Send, link: BlockingLink, message: Message) -> int:
-    return link.protocol.seq
-
-
-WAYS: dict[str, Callable[[Send, BlockingLink, Message], int]] = {
-    "prompt first": _ahead_of(lambda _: of_prompt(1, 0, 4, (1, 2, 3, 4))),
-    "unknown uid": _ahead_of(lambda _: Forward((4_000_000_000,), (40,))),
-    "hello again": _ahead_of(lambda _: Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
-    "delta": _ahead_of(lambda _: Delta((1,), (0,), (7,))),
-    "other epoch as well": _other_epoch_as_well,
-    "other epoch": _other_epoch,
-    "seq ahead": _seq_ahead,
-    "seq again": _seq_again,
-    "unknown type": _unknown_type,
-    "truncated": _truncated,
-    "oversize": _oversize,
-    "garbage": _garbage,
-    "twice": _twice,
-    "missing": _missing,
+AHEAD: dict[str, Callable[[BlockingLink, Message], object]] = {
+    "prompt first": lambda link, _: put(link, of_prompt(1, 0, 4, (1, 2, 3, 4))),
+    "unknown uid": lambda link, _: put(link, Forward((4_000_000_000,), (40,))),
+    "hello again": lambda link, _: put(link, Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
+    "delta": lambda link, _: put(link, Delta((1,), (0,), (7,))),
+    "other epoch as well": lambda link, message: put(
+        link, message, epoch=link.protocol.epoch + 1, seq=link.protocol.seq + 1
+    ),
+    "unknown type": lambda link, _: put_bytes(
+        link, framed(msgpack.packb((0x7E, link.protocol.epoch, link.protocol.seq + 1, {})))
+    ),
+    "truncated": lambda link, message: put_bytes(
+        link, framed(encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3])
+    ),
+    "oversize": lambda link, _: put_bytes(link, struct.pack(">I", MAX_FRAME + 1)),
+    "garbage": lambda link, _: put_bytes(link, b"\0\0\0\x20" + bytes(range(0xC1, 0xE1))),
+}
+"""What goes out before a message."""
+INSTEAD: dict[str, Callable[[BlockingLink, Message], int]] = {
+    "other epoch": lambda link, message: put(link, message, epoch=link.protocol.epoch + 1),
+    "seq ahead": lambda link, message: put(link, message, seq=link.protocol.seq + 2),
+    "missing": lambda link, _: link.protocol.seq,
+}
+AFTER: dict[str, Callable[[BlockingLink, Message], int]] = {
+    "seq again": lambda link, message: put(link, message, seq=link.protocol.seq),
+    "twice": put,
 }
 
 
 @around(BlockingLink, "send")
-def wrong_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
-    """On the decode link, at the message that `on` names, in one of the `WAYS`."""
-    if link.protocol.link is LinkKind.DECODE and (order := orders.due("wrong_frame", kind_of(message))):
-        return WAYS[order.how](functools.partial(original, link), link, message)
-    return original(link, message)
-
-
-@around(BlockingLink, "send")
-def late(original: Wrapped, link: BlockingLink, message: Message) -> int:
-    if link.protocol.link is LinkKind.DECODE and (order := orders.due("late", kind_of(message))):
+def send(original: Wrapped, link: BlockingLink, message: Message) -> int:
+    """Late, against the rules, with one field one too high, or with a step that is not run here."""
+    decode, kind = link.protocol.link is LinkKind.DECODE, kind_of(message)
+    if decode and (order := orders.due("late", kind)):
         time.sleep(order.seconds)
-    return original(link, message)
-
-
-# --- strangers ----------------------------------------------------------------------------------------
+    wrong = order.how if decode and (order := orders.due("wrong_frame", kind)) else ""
+    if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", kind)):
+        message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
+    if is_step(message):
+        send.last = message  # type: ignore[attr-defined]
+    extra = orders.due("extra_frame") if isinstance(message, SessionStop) else None
+    if extra and extra.how != "late":
+        put(link, one_more(send.last, message.uid))  # type: ignore[attr-defined]
+    if wrong in AHEAD:
+        AHEAD[wrong](link, message)
+    seq: int = INSTEAD[wrong](link, message) if wrong in INSTEAD else original(link, message)
+    if wrong in AFTER:
+        AFTER[wrong](link, message)
+    if extra and extra.how == "late":  # after the sequence has been stopped
+        put(link, one_more(send.last, message.uid))  # type: ignore[attr-defined]
+    return seq
 
 
 def _knock(address: str, data: bytes) -> tuple[socket.socket, float]:
@@ -620,18 +447,15 @@ def strangers_first(original: Wrapped, epoch: decode_links.Epoch) -> BlockingLin
 
 
 @around(rank_module, "form")
-def ring_stranger(
-    original: Wrapped, backend: str, rank: int, world: int, hosts: tuple[str, ...], **how: Any
-) -> Any:
-    """A stranger reaches rank 0's ring port before this rank does, and speaks or is silent."""
+def form(original: Wrapped, backend: str, rank: int, world: int, hosts: tuple[str, ...], **how: Any) -> Any:
+    """It hangs; or a stranger reaches rank 0's ring port before this rank does, and speaks or is silent."""
+    if order := orders.due("hold", "form"):
+        pause(order)
     if order := orders.due("ring_stranger"):
         sock, _ = _knock(hosts[0], b"\x01" * 100_000 if order.how == "garbage" else b"")
-        ring_stranger.sock = sock  # type: ignore[attr-defined]  # stays open as long as this process
+        form.sock = sock  # type: ignore[attr-defined]  # stays open as long as this process
         time.sleep(0.2)
     return original(backend, rank, world, hosts, **how)
-
-
-# --- entry --------------------------------------------------------------------------------------------
 
 
 def main() -> None:

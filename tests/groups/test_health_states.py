@@ -9,7 +9,7 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.errors import GroupError
-from mlxtp.groups.health import TRANSITIONS, ServingState, is_legal
+from mlxtp.groups.health import TRANSITIONS, ServingState
 from mlxtp.groups.process_group import EpochGroup
 
 from .scenes import made
@@ -43,29 +43,12 @@ def test_every_state_is_reached_and_left_but_the_last() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (ServingState.STARTING, ServingState.READY),
-        (ServingState.RESTARTING, ServingState.READY),
-        (ServingState.DRAINING, ServingState.READY),
-        (ServingState.FAILED, ServingState.READY),
-        (ServingState.READY, ServingState.FAILED),
-        (ServingState.READY, ServingState.LOADING),
-        (ServingState.LOADING, ServingState.IDLE),
-        (ServingState.STOPPED, ServingState.STARTING),
-    ],
-)
-def test_what_is_not_in_the_table_is_not_legal(before: ServingState, after: ServingState) -> None:
-    assert not is_legal(before, after)
-    assert is_legal(before, before)
-
-
 def test_a_move_that_is_not_legal_is_logged_and_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     supervisor = made(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
+        supervisor.status.enter(ServingState.LOADING)
         supervisor.status.enter(ServingState.LOADING)
         assert caplog.records == []
         supervisor.status.enter(ServingState.FAILED)

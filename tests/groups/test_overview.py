@@ -1,4 +1,4 @@
-"""Health and the list of deployments, over all groups that an agent knows: end to end, by HTTP."""
+"""Health and deployments over all groups that an agent knows, by HTTP; the account of each Mac's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from mlxtp.admin import snapshot
 from mlxtp.api.app import create_app
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.overview import MIB, RankAccount, findings
 from mlxtp.wire.cluster_messages import Serving
 
 from .one_node import A, B, Node, at_node
@@ -92,3 +93,39 @@ async def test_a_group_elsewhere_is_shown_as_its_owner_reports_it(node: Node, re
     assert second["why"] in shown["why"]
     works = {each["node_id"]: each["works_for"] for each in snapshot.members(now.cluster)}
     assert works.get(A, ["org/two#0"]) == ["org/two#0"]
+
+
+GIB = 1024 * MIB
+FIRST = RankAccount("a#0", "mac", 10 * GIB, 4 * GIB, 12 * GIB, 2 * GIB)
+SECOND = RankAccount("b#0", "mac", 2 * GIB, 1 * GIB, 2 * GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "room", "found"),
+    [
+        ([], {}, {}),
+        ([FIRST, SECOND], {"mac": 17 * GIB, "other": 0}, {}),
+        (
+            [FIRST, SECOND],
+            {"mac": 17 * GIB - MIB},
+            {("mac", ""): "its groups may have 17,408 MiB together, and this Mac has 17,407 MiB for them"},
+        ),
+        ([FIRST, replace(SECOND, node_id="other")], {"mac": 14 * GIB, "other": 3 * GIB}, {}),
+        (
+            [SECOND, replace(FIRST, kv_bytes=5 * GIB)],
+            {},
+            {("mac", "a#0"): "its KV caches have 5,120 MiB, and may have 4,096 MiB"},
+        ),
+        (
+            [SECOND, replace(FIRST, memory_bytes=16 * GIB)],
+            {},
+            {("mac", "a#0"): "it has 16,384 MiB, and weights, KV caches and forwards may have 15,616 MiB"},
+        ),
+        ([replace(FIRST, kv_budget=0, memory_bytes=90 * GIB, kv_bytes=70 * GIB)], {}, {}),
+    ],
+    ids=["none", "kept to", "together", "two Macs", "caches", "memory", "no bound"],
+)
+def test_what_the_account_of_memory_finds(
+    ranks: list[RankAccount], room: dict[str, int], found: dict[tuple[str, str], str]
+) -> None:
+    assert findings(ranks, room) == found

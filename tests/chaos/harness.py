@@ -90,8 +90,7 @@ class FaultyCluster(Cluster):
         self.book = OrderBook(orders)
         self.later: list[Order] = []
         """Orders for the time when a group begins to serve, then when the next one does, and so on."""
-        self.first_orders = settings.pop("orders", ())
-        self.book.give(*self.first_orders)
+        self.book.give(*settings.pop("orders", ()))
         worker = (sys.executable, "-m", "tests.chaos.worker", str(orders))
         wait = settings.pop("wait", True)
         plain = {"prefill_chunk": 32, "speculation": "off", "prefix_cache": False}
@@ -125,8 +124,6 @@ class FaultyCluster(Cluster):
         supervisor.status.enter, gateway.park = observed_enter, observed_pause  # type: ignore[method-assign]
         gateway.generate = observed_generate  # type: ignore[method-assign]
 
-    # --- ordering faults -----------------------------------------------------------------------------
-
     def order(self, fault: str, rank: int, *, epoch: int | None = None, **details: Any) -> None:
         """One fault, in the present epoch unless another is named; it takes the place of earlier orders."""
         self.book.clear()
@@ -140,8 +137,6 @@ class FaultyCluster(Cluster):
     def wait_note(self, what: str, count: int = 1) -> list[dict[str, Any]]:
         until(lambda: len(self.book.notes(what)) >= count, f"{count} notes of {what!r}")
         return self.book.notes(what)
-
-    # --- clients -------------------------------------------------------------------------------------
 
     def read(self, prompt: str, **fields: Any) -> Answer:
         """Stream one answer to any end; fails when it has none."""
@@ -184,8 +179,6 @@ class FaultyCluster(Cluster):
         """Wait until so many requests have been taken: who comes in a pause is told to come again."""
         until(lambda: self.asked >= since.asked + count, f"{count} requests")
 
-    # --- what it consists of -------------------------------------------------------------------------
-
     def rank_processes(self, count: int) -> list[psutil.Process]:
         """The living rank processes, those on their way up too, in rank order; none unless there are `count`.
 
@@ -208,8 +201,6 @@ class FaultyCluster(Cluster):
                 if folder in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                     found.add(process.pid)
         return found
-
-    # --- what it went through ------------------------------------------------------------------------
 
     def ends(self, epoch: int) -> list[Moment]:
         """The errors with which an epoch ended: one, or none yet."""

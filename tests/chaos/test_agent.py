@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ..agents import agents
 from ..live_cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
 from .answers import COUNT, SHORT, Answer, read_events
 from .findings import found, wrong
@@ -29,23 +28,17 @@ RANKS_GONE_S = 2.0 * SLOWNESS
 ORDERLY_END_S = 10.0 * SLOWNESS
 
 
-class Agent:
-    """`mlxtp node` with two ranks."""
+class Agent(agents.Agent):
+    """`mlxtp node` with two ranks, at a known port."""
 
-    def __init__(self, home: Path, port: int, *flags: str, spare: bool = False) -> None:
-        self.home = home
-        self.port = port
+    def __init__(self, folder: Path, port: int, *flags: str, program: tuple[str, ...]) -> None:
+        flags = ("--ranks", "2", "--model", "tiny", "--http", f"127.0.0.1:{port}", *flags)
+        super().__init__(folder, "home", None, *flags, program=program)
         self.url = f"http://127.0.0.1:{port}"
-        program = "mlxtp" if spare else "tests.agents.changed_node"
-        command = [sys.executable, "-m", program, "node", "--ranks", "2", "--model", "tiny"]
-        command += ["--home", str(home), "--http", f"127.0.0.1:{port}", *flags]
-        self._log = (home.parent / f"{home.name}-{time.monotonic_ns()}.log").open("w+")
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
-        )
 
     @property
     def pid(self) -> int:
+        assert self.process is not None
         return self.process.pid
 
     def health(self) -> dict[str, object]:
@@ -55,8 +48,8 @@ class Agent:
             return {"ready": False, "state": ""}
 
     def wait_ready(self) -> None:
-        until(lambda: self.process.poll() is not None or self.health()["ready"], "ready", START_S)
-        assert self.process.poll() is None, self.log()
+        until(lambda: not self.runs or self.health()["ready"], "ready", START_S)
+        assert self.runs, self.log
 
     def wait_ranks(self) -> list[int]:
         """Pids of both ranks as soon as they are there."""
@@ -71,38 +64,23 @@ class Agent:
 
     def wait_end(self, within_s: float) -> int:
         """Its exit status."""
-        try:
-            return self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the agent did not end within {within_s:g} s:\n{self.log()}")
-
-    def log(self) -> str:
-        self._log.flush()
-        self._log.seek(0)
-        return self._log.read()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            left = processes_of(self.pid)
-            self.process.kill()
-            self.process.wait()
-            for pid in left:
-                if alive(pid):
-                    os.kill(pid, signal.SIGKILL)
-        self._log.close()
+        until(lambda: not self.runs, f"its end\n{self.log}", within_s)
+        assert self.process is not None
+        return self.process.wait()
 
 
 class Agents:
     """Starts agents and ends what a test leaves of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.home = folder / "home"
+        self._folder, self.home = folder, folder / "home"
         with socket.create_server(("127.0.0.1", 0)) as sock:
             self.port = sock.getsockname()[1]
         self._started: list[Agent] = []
 
-    def start(self, *flags: str, spare: bool = False) -> Agent:
-        self._started.append(Agent(self.home, self.port, *flags, spare=spare))
+    def start(self, *flags: str, program: tuple[str, ...] = agents.NODE) -> Agent:
+        self._started.append(Agent(self._folder, self.port, *flags, program=program))
+        self._started[-1].start()
         return self._started[-1]
 
     def close(self) -> None:
@@ -110,11 +88,11 @@ class Agents:
             agent.close()
 
 
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    agents = Agents(tmp_path)
-    yield agents
-    agents.close()
+@pytest.fixture(name="agents")
+def _agents(tmp_path: Path) -> Iterator[Agents]:
+    found = Agents(tmp_path)
+    yield found
+    found.close()
 
 
 class Reader:
@@ -212,7 +190,7 @@ def test_killed_while_it_decodes(agents: Agents) -> None:
         assert expected.startswith(answer.text)
         assert answer.done != reader.broken
     wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent", since=at, answers=answers, expected=expected)
-    agent.process.wait()
+    agent.wait_end(WAIT_S)
     following = agents.start()
     following.wait_ready()
     assert following.content(COUNT) == expected
@@ -225,27 +203,18 @@ def test_killed_while_it_decodes(agents: Agents) -> None:
 
 
 def test_killed_with_spares(agents: Agents) -> None:
-    """The second spare is started when the first one waits; here it is in the midst of its imports."""
-    agent = agents.start(spare=True)
+    """A rank that does not run cannot see that its agent is gone; the kernel can, also for a spare.
+
+    The second spare is started when the first one waits; here it is in the midst of its imports.
+    """
+    agent = agents.start(program=("mlxtp",))
     agent.wait_ready()
     pids = until(lambda: len(found := rank_processes(agents.home)) == 4 and found, "two spares", START_S)
-    kill(pids[2], signal.SIGSTOP)
+    for pid in (pids[0], pids[2]):
+        kill(pid, signal.SIGSTOP)
     at = kill(agent.pid)
-    agent.process.wait()
-    wait_gone(pids[:3], RANKS_GONE_S, "kill -9 of the agent, a spare stopped", since=at)
+    wait_gone(pids[:3], RANKS_GONE_S, "kill -9 of the agent, a rank and a spare stopped", since=at)
     wait_gone(pids[3:], WAIT_S, "kill -9 of the agent, a spare in its imports", since=at)
-
-
-@chaos
-def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
-    """A rank that does not run cannot see that its agent is gone; the kernel can."""
-    agent = agents.start()
-    agent.wait_ready()
-    pids = agent.wait_ranks()
-    kill(pids[0], signal.SIGSTOP)
-    at = kill(agent.pid)
-    agent.process.wait()
-    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent, a rank stopped", since=at)
 
 
 @chaos
@@ -269,7 +238,7 @@ def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -
     assert_honest(late.answer, expected) if late.answer.text else None
     assert agent.wait_end(ORDERLY_END_S) == 0
     assert_nothing_left(agents, pids)
-    told = agent.log()
+    told = agent.log
     assert not [word for word in ("SIGKILL", "Traceback", "never") if word in told], "never: a forgotten task"
 
 
@@ -284,7 +253,7 @@ def test_told_to_stop_twice_or_for_too_long(agents: Agents, drain_s: str, signal
     readers = crowd(agent)
     for _ in range(signals):
         kill(agent.pid, signal.SIGTERM)
-        until(lambda: "draining" in agent.log(), "draining")
+        until(lambda: "draining" in agent.log, "draining")
     for reader in readers:
         assert_honest(reader.result(), expected)
     assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
@@ -302,11 +271,11 @@ def test_ended_on_its_way_up(agents: Agents, words: str, number: signal.Signals)
     if words == "next one in":
         agent.wait_ready()
         kill(agent.wait_ranks()[1])
-    until(lambda: words in agent.log(), words, START_S)
+    until(lambda: words in agent.log, words, START_S)
     pids = sorted(processes_of(agent.pid))
     at = kill(agent.pid, number)
     if number is signal.SIGKILL:
-        agent.process.wait()
+        agent.wait_end(WAIT_S)
         wait_gone(pids, RANKS_GONE_S, f"kill -9 of the agent, {words}", since=at)
     else:
         assert agent.wait_end(ORDERLY_END_S) == 0
@@ -327,7 +296,7 @@ def test_told_to_stop_while_it_ends_an_epoch(agents: Agents) -> None:
     kill(agent.pid, signal.SIGTERM)
     assert agent.wait_end(ORDERLY_END_S) == 0
     assert_nothing_left(agents, pids)
-    assert "Traceback" not in agent.log()
+    assert "Traceback" not in agent.log
 
 
 @chaos

@@ -5,21 +5,17 @@ Every answer is compared with the right one, token by token. Later turns find wh
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
 
 from mlxtp.api.backend import Sampling
@@ -29,11 +25,10 @@ from mlxtp.wire.messages import BLOCK, Generate
 
 from ..engine.small_models import change_config, write_model
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, Request, until
-from ..reference import expected, model_of, text
+from ..reference import expected, model_of
 from ..stories.test_features_disk import DRAWN, LONG, ask, clear_memory, new_tokens, on_disk, written
 from .harness import FAULT_LIMITS, kill
 from .orders import Order, OrderBook
-from .test_agent import Agent
 
 chaos = pytest.mark.chaos
 pytestmark = pytest.mark.group
@@ -85,9 +80,8 @@ def fetched_tokens(cluster: Cluster) -> list[int]:
 
 
 @chaos
-@pytest.mark.parametrize(
-    ("place", "rank"), [(place, rank) for place in ("write", "read", "count") for rank in (0, 1)]
-)
+@pytest.mark.parametrize("place", ["write", "read", "count"])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, rank: int) -> None:
     wanted = Generate(0, new_tokens(Random(1), LONG), 20, DRAWN)
     with home.start() as cluster:
@@ -162,69 +156,6 @@ def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path,
         assert fetched_tokens(cluster) == [1280, 1280]
         clear_memory(cluster)
         assert ask(cluster, wanted, model) >= 1280
-
-
-class Node(Agent):
-    """`mlxtp node` with two ranks of a model, with caches on disk."""
-
-    def answer(self, wanted: Generate, model: Path) -> int:
-        """Return the number of cached tokens. Fails unless the answer is the right one."""
-        body = {"prompt": list(wanted.tokens), "max_tokens": wanted.max_tokens, "temperature": 0}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S)
-        assert response.status_code == 200, response.text
-        detokenizer = text(model).detokenizer()
-        right = detokenizer.push(said(wanted, model))
-        assert response.json()["choices"][0]["text"] == right
-        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-@pytest.fixture
-def node(home: Home) -> Iterator[Callable[[], Node]]:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    nodes: list[Node] = []
-
-    def start() -> Node:
-        flags = ("--model", str(home.model), "--cache-disk", "1GB")
-        nodes.append(Node(home.path, port, *flags))
-        nodes[-1].wait_ready()
-        return nodes[-1]
-
-    yield start
-    for each in nodes:
-        each.close()
-
-
-@chaos
-def test_sigterm_right_after_an_answer(node: Callable[[], Node], model: Path) -> None:
-    wanted = Generate(0, new_tokens(Random(3), 4000), 10)
-    first = node()
-    first.answer(wanted, model)
-    os.kill(first.pid, signal.SIGTERM)
-    first.wait_end(20 * SLOWNESS)
-    assert node().answer(wanted, model) == 4000 - 4000 % BLOCK
-
-
-@chaos
-def test_the_agent_is_killed_at_random_moments(
-    home: Home, node: Callable[[], Node], model: Path, seed: int
-) -> None:
-    random = Random(seed)
-    talk = new_tokens(random, 2600)
-    for _ in range(3):
-        agent = node()
-        killer = threading.Timer(random.uniform(0.0, 1.5), kill, (agent.pid,))
-        killer.start()
-        with contextlib.suppress(httpx.TransportError):
-            agent.answer(Generate(0, talk, 30), model)
-        killer.join()
-        agent.process.wait()
-    last = node()
-    last.answer(Generate(0, talk, 30), model)
-    on_disk(home.path, 2 * (2600 // BLOCK))
-    kill(last.pid)
-    last.process.wait()
-    assert node().answer(Generate(0, talk, 30), model) == 2560
 
 
 def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Generate]:

@@ -14,28 +14,24 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..live_cluster import SLOWNESS, until
 from ..reference import prompt_ids
 from .answers import COUNT, KINDS, LONG, Answer, Fields
 from .harness import (
-    NOTICED_S,
     FaultyCluster,
     assert_honest,
     assert_recovered,
     assert_recovered_each_time,
-    assert_sound,
     before,
-    kill,
 )
 from .orders import Order
-from .test_deaths import HELD_S, LOST
+from .test_deaths import LOST
 
 pytestmark = pytest.mark.chaos
 
 POISON = "Repeat exactly: ACONITE-42"
 
 
-def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[list[Answer]]:
+def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[Answer]:
     """All of them at once; the answers of each. A client that comes during a pause comes again."""
 
     def ask(fields: Fields) -> list[Answer]:
@@ -47,10 +43,10 @@ def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[list[Answer
         return answers
 
     with ThreadPoolExecutor(len(kinds)) as clients:
-        return list(clients.map(ask, kinds))
+        return [answer for answers in clients.map(ask, kinds) for answer in answers]
 
 
-_without_a_fault: list[list[Answer]] = []
+_without_a_fault: list[Answer] = []
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -64,19 +60,9 @@ def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) 
     was = before(cluster)
     cluster.order("die", rank, on="decode", at=at)
     replies = ask_all(cluster, kinds)
-    pairs = [
-        pair
-        for reply, expected in zip(replies, _without_a_fault, strict=True)
-        for pair in zip(reply, expected, strict=True)
-    ]
-    assert_recovered(
-        cluster,
-        was,
-        LOST,
-        f"rank {rank} dies in a random step",
-        seed=seed,
-        answers=tuple((answer, expected.text) for answer, expected in pairs),
-    )
+    pairs = list(zip(replies, _without_a_fault, strict=True))
+    answers = tuple((answer, expected.text) for answer, expected in pairs)
+    assert_recovered(cluster, was, LOST, f"rank {rank} dies in a random step", seed=seed, answers=answers)
     for answer, expected in pairs:
         assert (answer.finish, answer.tokens) == (expected.finish, expected.tokens)
         assert [token for token, _ in answer.scores] == [token for token, _ in expected.scores]
@@ -124,32 +110,3 @@ def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster,
         cluster, was, "a request that kills", answers=tuple((answer, expected) for answer in innocent)
     )
     assert 2 <= failures <= 4
-
-
-def test_no_request_waits_for_ever_for_another_group(
-    cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next group stands still on its way up; the client is told, and what it has got was right."""
-    limit_s = 2.0 * SLOWNESS
-    served = cluster.supervisor.gateway.deployments.named(cluster.supervisor.deployment)
-    monkeypatch.setattr(served, "recovery_s", limit_s)
-    monkeypatch.setattr(served, "load_s", 0.0)  # else the limit grows with the time of a load
-    expected = cluster.right(LONG)
-    was = before(cluster)
-    cluster.book.give(
-        Order("die", 1, was.epoch, on="decode", at=30),
-        Order("hold", 1, was.epoch + 1, on="load", seconds=HELD_S),
-    )
-    answer = cluster.read(LONG)
-    end = cluster.wait_end(was.epoch, 0)
-    assert answer.code == Code.RANK_LOST
-    assert "no group resumed this request" in str(answer.error)
-    assert_honest(answer, expected)
-    assert answer.text
-    waited_s = answer.ended_at - end.at
-    assert limit_s - 0.1 <= waited_s <= limit_s + NOTICED_S
-    assert cluster.supervisor.gateway.open_requests == 0
-    cluster.wait_note("held")
-    kill(until(lambda: cluster.rank_processes(2), "two ranks")[1].pid)
-    cluster.wait_ready()
-    assert_sound(cluster, was)

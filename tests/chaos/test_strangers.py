@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtp.errors import Code
-from mlxtp.groups.health import MAX_FAILURES
 
-from ..live_cluster import WAIT_S
 from .harness import NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 
 HANDSHAKE_S = 3.0
@@ -47,17 +45,3 @@ def test_a_stranger_at_the_ring_port(cluster: FaultyCluster, how: str) -> None:
         epochs=2,
         within_s=2 * form_s + NOTICED_S,
     )
-
-
-@pytest.mark.chaos
-def test_a_stranger_who_comes_again_and_again_never_makes_the_state_failed(cluster: FaultyCluster) -> None:
-    """Five epochs in a row; the sixth serves."""
-    was = before(cluster)
-    cluster.order("ring_stranger", 1, epoch=0, how="garbage")
-    kill(was.pids[1])
-    for number in range(MAX_FAILURES + 1):
-        cluster.wait_end(was.epoch + number, WAIT_S)
-    cluster.book.clear()
-    cluster.wait_ready()
-    assert cluster.epoch == was.epoch + MAX_FAILURES + 1
-    assert_sound(cluster, was)

@@ -101,16 +101,9 @@ def know_links(
 
 @around(Mailbox, "post")
 def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None:
-    """Write down what comes, in the order in which it comes."""
+    """Write down how many frames were dropped when one comes."""
     if isinstance(received, Received) and orders.order("record"):
-        message = received.message
-        orders.note(
-            "frame",
-            sender=sender,
-            type=kind_of(message),
-            uid=getattr(message, "uid", 0),
-            dropped=links[LinkKind.DECODE].protocol.dropped,
-        )
+        orders.note("frame", dropped=links[LinkKind.DECODE].protocol.dropped)
     original(mail, sender, received)
 
 

@@ -252,16 +252,12 @@ def wait_for_arguments(orders: Orders, fd: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("orders", type=Path)
-    parser.add_argument("--spare-fd", type=int)
-    spare, _ = parser.parse_known_args()
-    if spare.spare_fd is not None:
-        sys.argv[2:] = wait_for_arguments(Orders(spare.orders), spare.spare_fd)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("orders", type=Path)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--pipe-fd", type=int, required=True)
+    for name in ("--spare-fd", "--rank", "--epoch", "--pipe-fd"):
+        parser.add_argument(name, type=int)
     args, _ = parser.parse_known_args()
+    if args.spare_fd is not None:
+        told = wait_for_arguments(Orders(args.orders), args.spare_fd)
+        args, _ = parser.parse_known_args([str(args.orders), *told])
     orders = Orders(args.orders)
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     pipe = BlockingLink(

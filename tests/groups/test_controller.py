@@ -1,9 +1,12 @@
-"""Groups formed as they are assigned, with members that lack something: the model, JACCL, a cable."""
+"""Groups formed as they are assigned, with members that lack something: the model, JACCL, a cable.
+
+And owners that could do harm: epochs that must not form, and ones that must not end.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,17 +18,16 @@ import pytest
 
 from mlxtp.cluster.cluster_state import KEEP_S, PINNED
 from mlxtp.cluster.reconcile import FormEpoch, GroupForm
-from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.groups.controller import _joined
-from mlxtp.groups.health import ServingState
+from mlxtp.groups.health import RestartPolicy, ServingState
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.models.local_model import TELL_S
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET
-from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
+from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S, FailedGroup
 from mlxtp.wire.cluster_messages import (
     Beat,
     GroupAssignment,
@@ -151,18 +153,6 @@ async def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_ther
     assert begun(node).nodes == (here, A)
 
 
-@at_node(machine=desk()[""], nodes="2")
-async def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
-    node: Node, weights: ModelSource
-) -> None:
-    a = node.meet(A)
-    a.local = "192.168.7.1"
-    node.lead(weights, desk())
-    group = formed(node, a)
-    cable = next(each.address for each in desk()[""].interfaces if each.kind == "thunderbolt")
-    assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1")
-
-
 @pytest.mark.parametrize(
     ("status", "words"),
     [
@@ -232,17 +222,6 @@ async def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_i
     assert held(A) == 3
 
 
-@at_node()
-async def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(node: Node) -> None:
-    group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
-    pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
-    status = node.group.supervisor.status
-    status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
-    assert [node.group.scope.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
-    status.ranks = None
-    assert node.group.scope.held_bytes(A) == 0
-
-
 @at_node(machine=desk()[""], nodes="2")
 async def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
     node: Node, weights: ModelSource
@@ -256,16 +235,18 @@ async def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_d
     node.lead(weights, desk())
     group, supervisor = begun(node, a), node.group.supervisor
     supervisor.info = replace(MODEL, context=4096, vocabulary=512, eos=(1,))
-    pongs = {rank: SimpleNamespace(stats=RankStats(memory_bytes=(rank + 1) << 20)) for rank in (0, 1)}
+    pongs = {rank: SimpleNamespace(stats=RankStats(memory_bytes=(rank + 1) << 30)) for rank in (0, 1)}
     supervisor.status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
     assert told() == ("restarting", 0, 0, (), ()), "its ranks are about to start"
     supervisor._current = cast(Any, SimpleNamespace())
     supervisor.status.enter(ServingState.LOADING)
     assert told() == ("loading", 4096, 512, (1,), ())
     supervisor.status.enter(ServingState.READY)
-    assert told() == ("ready", 4096, 512, (1,), (1, 2))
+    assert told() == ("ready", 4096, 512, (1,), (1024, 2048))
+    assert [node.group.scope.held_bytes(each) >> 30 for each in (*group.nodes, B)] == [1, 2, 0]
     supervisor.status.ranks = supervisor._current = None
     over(node)
+    assert node.group.scope.held_bytes(A) == 0
     assert told() == ("idle", 0, 0, (), ())
     status = supervisor.status
     status.resting, status.state = True, ServingState.FAILED
@@ -351,22 +332,13 @@ def serving(backend: str, *participants: str) -> Serving:
     return Serving(3, "ready", "", backend, "", participants, 0, "tiny", 1, 0, 0, (), 0, (), GROUP, "tiny")
 
 
-@pytest.mark.parametrize(
-    ("group", "words"),
-    [
-        (EpochGroup(1, 1, "none", kind=ALONE, nodes=(A,)), ALONE),
-        (
-            EpochGroup(3, 3, "ring", kind=ALONE, nodes=(A,), split=(2, 1, 1)),
-            "3 ranks, pipeline of 2 + 1 + 1 layers",
-        ),
-        (
-            EpochGroup(1, 2, "ring", kind=RING_ETHERNET, nodes=(A, B), split=(3, 1)),
-            f"{RING_ETHERNET}, pipeline of 3 + 1 layers",
-        ),
-    ],
-)
-def test_the_log_of_an_epoch_says_how_its_ranks_work_together(group: EpochGroup, words: str) -> None:
-    assert _joined(group) == words
+def test_the_log_of_an_epoch_says_how_its_ranks_work_together() -> None:
+    alone = EpochGroup(1, 1, "none", kind=ALONE, nodes=(A,))
+    assert _joined(alone) == ALONE
+    several = replace(alone, world_size=3, split=(2, 1, 1))
+    assert _joined(several) == "3 ranks, pipeline of 2 + 1 + 1 layers"
+    two = EpochGroup(1, 2, "ring", kind=RING_ETHERNET, nodes=(A, B), split=(3, 1))
+    assert _joined(two) == f"{RING_ETHERNET}, pipeline of 3 + 1 layers"
 
 
 @at_node(nodes="2")
@@ -434,22 +406,6 @@ async def test_an_owner_waits_a_moment_before_it_says_that_a_member_has_not_told
     assert (node.group.waiting, node.group.unplanned) == (why, why)
 
 
-def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(embedded_model_path(), folder)
-    source = ModelSource("tiny", folder, cast(Any, None))
-
-    async def story(node: Node) -> None:
-        shutil.rmtree(folder)
-        node.lead(source)
-        assert node.group.controller.form()[0] is None
-        assert f"studio is left out: {folder} cannot be read" in node.group.waiting
-        node.live()
-        assert node.group.unplanned == node.group.waiting
-
-    play(tmp_path / "home", member, story)
-
-
 @at_desk()
 async def test_files_of_the_hub_that_differ_are_repaired_by_a_command(node: Node, a: FakeLink) -> None:
     node.parts.node.desired.serve("org/model", replace=True, nodes="2")
@@ -459,23 +415,23 @@ async def test_files_of_the_hub_that_differ_are_repaired_by_a_command(node: Node
     assert words in node.group.waiting
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])
-def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, member: Member, text: str) -> None:
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"num_hidden_layers": "many"}'])
+def test_a_configuration_that_is_gone_or_makes_no_sense_is_said(
+    tmp_path: Path, member: Member, text: str | None
+) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(text)
-    source = ModelSource("odd", folder, cast(Any, None))
+    if text is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
 
     async def story(node: Node) -> None:
-        node.lead(source)
+        node.lead(ModelSource("odd", folder, cast(Any, None)))
         assert node.group.controller.form()[0] is None
         node.live()
-        assert "studio is left out: " in node.group.unplanned
+        why = f"{folder} cannot be read" if text is None else ""
+        assert f"studio is left out: {why}" in node.group.unplanned
 
     play(tmp_path / "home", member, story)
-
-
-# --- JACCL ------------------------------------------------------------------------------------------------
 
 
 jaccl = partial(at_desk, nodes="2")
@@ -489,8 +445,11 @@ NO_JACCL = GroupError("MLX on mac-a has no JACCL", Code.FORM_FAILED)
 async def test_two_macs_use_their_cable_and_without_jaccl_on_one_auto_takes_the_ring(
     node: Node, a: FakeLink, then: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    a.local = "192.168.7.1"
     group = begun(node, a)
     assert (group.backend, group.rdma) == ("jaccl", ("", "rdma_en2", "rdma_en2", ""))
+    cable = next(each.address for each in desk()[""].interfaces if each.kind == "thunderbolt")
+    assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1"), "though the control link is elsewhere"
     assert node.group.controller.failed(NO_JACCL, formed=False)
     assert f"did not form: {NO_JACCL.detail}; it is left out for " in caplog.text
     over(node)
@@ -593,9 +552,6 @@ async def test_a_device_may_be_for_one_cable_of_many(node: Node) -> None:
     assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
 
-# --- groups that failed ------------------------------------------------------------------------------------
-
-
 def left_out(*links: FakeLink) -> list[list[LeftOutGroup]]:
     return [link.heard(LeftOutGroup) for link in links]
 
@@ -621,9 +577,6 @@ async def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_mac
     node.tick()
     assert a.ended(LeftOutGroup) == left_out(a)[0][-1:]
     assert node.parts.machines.options(row, "tiny").failed == ()
-
-
-# --- what others are told ---------------------------------------------------------------------------------
 
 
 @jaccl()
@@ -705,3 +658,109 @@ async def test_a_lost_mac_reaches_the_epoch_as_one_report(node: Node, a: FakeLin
     assert ranks.watch.reports[0].error.code is Code.RANK_LOST
     error = await ranks.failed
     assert error.detail.endswith(words)
+
+
+class Follower:
+    """This node's life while another one coordinates."""
+
+    def __init__(self, node: Node, coordinator: FakeLink) -> None:
+        self._node, self._link, self._pulse = node, coordinator, 10
+
+    def live(self, seconds: int) -> None:
+        for _ in range(2 * seconds):
+            self._pulse += 1
+            self._node.hear(self._link, Beat(5, A, 0, 0, 0, True, self._pulse))
+            self._node.tick()
+
+
+def pretend_ready(node: Node, group: str = GROUP) -> list[str]:
+    """As if the epoch of this group served. Return the reasons for which it would end, as they come."""
+    supervisor, reasons = node.parts.groups.by_id[group].supervisor, list[str]()
+    supervisor.status.enter(ServingState.LOADING)
+    supervisor.status.enter(ServingState.READY)
+    supervisor._current = cast(Any, SimpleNamespace())
+    supervisor.end_epoch = lambda error, _lost="": reasons.append(error.detail)  # type: ignore[method-assign]
+    return reasons
+
+
+@at_desk()
+async def test_no_epoch_ends_for_a_revision_that_another_rank_still_gets(node: Node, a: FakeLink) -> None:
+    node.parts.node.desired.serve("org/one", replace=True, nodes="2")
+    node.hear(a, ModelStatus("org/one", FINGERPRINT, ""))
+    node.live(a)
+    group = node.parts.groups.by_id["org/one#0"]
+    plan = awaited(group)
+    node.live(a)
+    assert plan.done()
+    reasons = pretend_ready(node, "org/one#0")
+    node.parts.node.desired.serve("org/one@v2", nodes="2")
+    node.hear(a, ModelStatus("org/one@v2", "", ""))
+    node.live(a)
+    assert reasons == []
+    node.hear(a, ModelStatus("org/one@v2", FINGERPRINT, ""))
+    node.live(a)
+    assert set(reasons) == {"org/one@v2 is wanted now"}
+    group.supervisor._current = None
+
+
+@at_node(machine=desk(cables=False)[""])
+async def test_no_epoch_ends_for_a_place_that_cannot_be_wired(node: Node, weights: ModelSource) -> None:
+    a = node.meet(A)
+    follows(node, weights, {}, a)
+    life, here = Follower(node, a), node.parts.node.node_id
+    node.hear_assigned(a, here)
+    plan = awaited(node.group)
+    life.live(3)
+    assert plan.done()
+    reasons = pretend_ready(node)
+    node.obey(a, GroupAssignment(GROUP, "tiny", 5, 5000, (here, A), JACCL_MESH))
+    life.live(3)
+    assert reasons == []
+    node.group.supervisor._current = None
+
+
+@at_node(machine=desk(cables=False)[""])
+async def test_a_mac_that_an_owner_does_not_reach_is_left_out_after_a_while(
+    node: Node, weights: ModelSource
+) -> None:
+    """The coordinator may reach it."""
+    a = node.meet(A)
+    follows(node, weights, {}, a)
+    life = Follower(node, a)
+    node.hear_assigned(a, node.parts.node.node_id, B)
+    plan = awaited(node.group)
+    life.live(3)
+    assert node.parts.machines.all_failed(over=True) == ()
+    life.live(10)
+    assert not plan.done()
+    [failed] = node.parts.machines.all_failed(over=False)
+    assert (failed.kind, failed.nodes) == ("", sorted((node.parts.node.node_id, B)))
+    assert a.heard(LeftOutGroup)[-1].reason.startswith("studio does not reach ")
+    plan.cancel()
+
+
+@at_node(machine=desk()[""], fabric="jaccl", nodes="2")
+async def test_a_place_that_fails_for_want_of_another_one_is_given_up(
+    node: Node, weights: ModelSource
+) -> None:
+    a, policy, delays = node.meet(A), RestartPolicy(), []
+    node.lead(weights, desk())
+    for count in range(8):
+        begun(node, a)
+        now = 1000.0 + 10 * count
+        replaced = node.group.controller.died(CRASH, 5.0, count + 1, last=policy.is_last(now))
+        delays.append(policy.replaced() if replaced else policy.delay_s(now, CRASH, True, jaccl=True))
+        over(node)
+    assert None in delays
+
+
+@at_desk(nodes="2")
+async def test_of_many_groups_that_failed_the_latest_are_told(node: Node, a: FakeLink) -> None:
+    machines, now = node.parts.machines, time.monotonic()
+    members = {each.node_id: each for each in machines.members()}
+    links = frozenset({(*sorted((node.parts.node.node_id, A)), "", "")})
+    for kind, at in [*((f"kind {i}", now - 10_000) for i in range(16)), (JACCL_MESH, now)]:
+        machines.failed.failed(FailedGroup(kind, cast(Any, links), "it hung"), Code.FORM_FAILED, members, at)
+    machines.tell()
+    told = a.heard(LeftOutGroup)
+    assert (len(told), told[0].kind, told[0].over) == (16, JACCL_MESH, False)

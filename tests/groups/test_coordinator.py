@@ -65,9 +65,6 @@ def follows(node: Node, source: ModelSource, coordinator: FakeLink, *links: Fake
     node.tick()
 
 
-# --- who is told ------------------------------------------------------------------------------------------
-
-
 @at_leader()
 async def test_an_assignment_is_broadcast_once_for_each_change_and_again_to_a_new_link(
     node: Node, a: FakeLink
@@ -153,9 +150,6 @@ async def test_a_mac_that_is_refused_has_that_as_its_reason_for_serving_nothing(
         reason = node.group.supervisor.status.reason
         reasons.append((reason.detail, node.group.waiting))
     assert reasons == [("kv_bits differs",) * 2, (NOTHING_WANTED,) * 2]
-
-
-# --- who is obeyed ----------------------------------------------------------------------------------------
 
 
 @at_node()
@@ -279,9 +273,6 @@ async def test_a_greeting_ends_with_the_beat(node: Node, weights: ModelSource) -
     assert (sent[-1], sent.count(Beat)) == (Beat, 1)
 
 
-# --- what it plans by ------------------------------------------------------------------------------------
-
-
 @at_node(machine=CABLED[0].machine, nodes="2")
 async def test_what_any_owner_left_out_is_in_no_plan_while_that_owner_is_here(
     node: Node, weights: ModelSource
@@ -318,16 +309,6 @@ async def leads_without_files(node: Node, count: int, **row: object) -> list[Fak
     return links
 
 
-@at_node()
-async def test_a_coordinator_plans_a_model_whose_files_others_have(node: Node) -> None:
-    """By their shape of it: of its size alone it could not divide it."""
-    links = await leads_without_files(node, 2, nodes="2")
-    last = assigned(links[0], "big#0")[-1]
-    assert ({*last.ranks}, last.kind, last.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
-    [wanted] = node.parts.coordinator._view(CLOCK.now).wanted
-    assert (wanted.weight_bytes >> 30, [*wanted.lacks]) == (30, [node.parts.node.node_id])
-
-
 @pytest.mark.parametrize("liar", ["0" * 32, "d" * 32], ids=["first", "later"])
 @pytest.mark.parametrize(
     "shape", [b"garbage", DescribedModel(llama(num_hidden_layers=1), 1 << 30, False).packed()[:-9]]
@@ -347,7 +328,10 @@ async def test_a_shape_that_makes_no_sense_costs_only_the_link_of_who_sent_it(
 
 @at_node()
 async def test_a_plan_for_now_is_the_coordinators_beside_what_runs(node: Node) -> None:
+    """Also of a model whose files others have, by their shape of it: its size alone could not be divided."""
     links = await leads_without_files(node, 2, nodes="2")
+    [view] = node.parts.coordinator._view(CLOCK.now).wanted
+    assert (view.weight_bytes >> 30, [*view.lacks]) == (30, [node.parts.node.node_id])
     coordinator, most = node.parts.coordinator, DescribedModel(llama(), 600 << 30, mtp=False)
     wanted = Deployment("other", "other", on=OTHERS[:2])
     first, gone = coordinator.foresee(wanted, most)
@@ -356,6 +340,7 @@ async def test_a_plan_for_now_is_the_coordinators_beside_what_runs(node: Node) -
     small = replace(most, weight_bytes=8 << 30)
     less, _ = coordinator.foresee(wanted, small)
     before = assigned(links[0], "big#0")[-1]
+    assert ({*before.ranks}, before.kind, before.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
     assert node.parts.groups.by_id.keys() == {"big#0"}, "nothing is assigned"
     again, _ = coordinator.foresee(replace(node.parts.node.desired.table.get("big"), version=9), small)
     assert (again.ranks, again.kind) == (before.ranks, before.kind), "what is deployed stays"
@@ -382,20 +367,6 @@ async def test_a_faster_place_is_told_to_all(node: Node) -> None:
 
 
 @at_leader()
-async def test_a_deployment_waits_until_a_mac_that_has_just_come_has_told_of_its_model(
-    node: Node, a: FakeLink
-) -> None:
-    node.parts.node.desired.serve("other")
-    node.live_once(a)
-    assert node.parts.coordinator.waiting == "mac-a has not yet reported whether it has the model"
-    assert assigned(a, "other#0") == []
-    has(node, "other", a)
-    node.live_once(a)
-    assert node.parts.coordinator.waiting == ""
-    assert assigned(a, "other#0") != []
-
-
-@at_leader()
 async def test_more_requests_at_a_group_that_has_some_are_no_reason_to_plan_again(
     node: Node, a: FakeLink
 ) -> None:
@@ -405,9 +376,6 @@ async def test_more_requests_at_a_group_that_has_some_are_no_reason_to_plan_agai
         node.hear(a, replace(served(3, A), open_requests=requests))
         views.append(coordinator._view(CLOCK.now))
     assert views[0] != views[1] == views[2]
-
-
-# --- groups that are wanted no longer ---------------------------------------------------------------------
 
 
 def end_of(node: Node, name: str) -> list[str]:
@@ -563,25 +531,6 @@ async def test_of_as_many_replicas_as_there_is_room_for_those_without_room_are_n
     deploy(node, "tiny", a, replicas=0, on=(here,))
     assert [assigned(a, name)[-1].owner for name in (GROUP, "tiny#1")] == [here, ""]
     assert list(node.parts.groups.by_id) == [GROUP], "nothing of the other one is left"
-
-
-@at_node(machine=LAN[""], nodes="3")
-async def test_a_deployment_runs_only_on_the_macs_that_its_row_names(
-    node: Node, weights: ModelSource
-) -> None:
-    a, b = node.meet(A), node.meet(B)
-    node.lead(weights, LAN)
-    here = node.parts.node.node_id
-    assert {*assigned(a)[-1].ranks} == {here, A, B}
-    deploy(node, "tiny", a, b, nodes="2", on=(here, B))
-    assert {*assigned(a)[-1].ranks} == {here, B}
-    deploy(node, "tiny", a, b, nodes="1", on=(B,))
-    assert assigned(a)[-1].ranks == (B,)
-    deploy(node, "tiny", a, b, on=("e" * 32,))
-    last = assigned(a)[-1]
-    assert (last.owner, last.ranks) == ("", ())
-    assert last.why == "0 of the 3 Macs here may serve it and stay"
-    assert node.group.waiting == last.why
 
 
 @at_node(machine=replace(MACHINE, memory_bytes=1 << 30, free_bytes=1 << 30))

@@ -45,9 +45,6 @@ def serving(*nodes: str, state: str = "ready") -> Serving:
     return Serving(7, *told, GROUP, "tiny")
 
 
-# --- which, and how often ---------------------------------------------------------------------------------
-
-
 class Clock:
     """Ranks of which a collective takes `fixed_s` and `per_byte_s` for each byte."""
 
@@ -98,9 +95,6 @@ def test_the_row_of_a_model(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"hidden_size": "many"}'):
         (tmp_path / "config.json").write_text(text)
         assert row_bytes(tmp_path) == 0
-
-
-# --- who measures -----------------------------------------------------------------------------------------
 
 
 @at_node()
@@ -212,9 +206,6 @@ async def test_the_group_of_the_named_model_is_measured(node: Node, member: Memb
         await admin.bench_fabric(BenchFabric("org/third"))
 
 
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
 def test_it_is_known_after_a_restart_and_told_to_newcomers(tmp_path: Path, member: Member) -> None:
     async def first(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
@@ -273,9 +264,6 @@ def test_a_file_that_cannot_be_used_stops_no_agent(
 
     with caplog.at_level(logging.WARNING):
         play(tmp_path, member, story)
-
-
-# --- which group ------------------------------------------------------------------------------------------
 
 
 @jaccl()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,6 +18,7 @@ from mlxtp.gateway.dispatcher import RequestDispatcher
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.groups import forwarding
 from mlxtp.groups.forwarding import RemoteBackend, serve_requests
+from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -50,6 +51,15 @@ def gateway() -> Gateway:
     return made
 
 
+async def linked(
+    theirs: Gateway,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, asyncio.Future[None]]:
+    """One end of a new link, and what serves requests at the other until it ends."""
+    one, other = socket.socketpair()
+    serving = asyncio.ensure_future(serve_requests(*await asyncio.open_connection(sock=other), theirs))
+    return *await asyncio.open_connection(sock=one), serving
+
+
 class Stage:
     """`ours` has the client, `theirs` has rank 0; between them is a link."""
 
@@ -59,19 +69,18 @@ class Stage:
         self.theirs.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
         self.lost: list[MlxtpError] = []
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Our end of a new link; theirs is served until it ends."""
-        one, other = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=one)
-        self.serving = asyncio.ensure_future(
-            serve_requests(*await asyncio.open_connection(sock=other), self.theirs)
-        )
-        return reader, writer
-
     async def open(self) -> None:
-        reader, self.writer = await self.connect()
+        reader, self.writer, self.serving = await linked(self.theirs)
         self.desk = await RemoteBackend(reader, self.writer, self.ours.on_event, self.lost.append).greet()
         self.ours.serve(GROUP, DEPLOYMENT, self.desk, MODEL, TEXT, here=False)
+
+    async def stranger(self) -> tuple[StreamLink, asyncio.StreamWriter, asyncio.Future[None]]:
+        """The end of another agent's link, whose other end has been greeted and is served until it ends."""
+        reader, writer, serving = await linked(self.theirs)
+        link = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
+        await link.receive()
+        link.send(Welcome(PROTOCOL_VERSION, b""))
+        return link, writer, serving
 
     async def asked(self, count: int = 1) -> list[Generate]:
         """Return the requests that have reached rank 0."""
@@ -314,57 +323,39 @@ async def test_a_model_that_is_taken_away_ends_its_requests_everywhere(stage: St
     assert stage.open_requests == (0, 0)
 
 
-def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -> None:
+@scene()
+async def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind(stage: Stage) -> None:
     """Not the other gateway's own limit holds it back, but the one of the agent with rank 0."""
-
-    async def story(stage: Stage) -> None:
-        flood = StreamLink(*await stage.connect(), Session(LinkKind.REQUESTS, Side.UPPER, 0))
-        serving = stage.serving
-        await flood.receive()
-        flood.send(Welcome(PROTOCOL_VERSION, b""))
-        for uid in range(1, 1001):
-            flood.send(Generate(uid, (1,), 9))
-        heard: list[Message] = []
-        while len(heard) < 1000 - MAX_OPEN:
-            heard += [received.message for received in await flood.receive()]
-        assert {each.code for each in heard if isinstance(each, Error)} == {Code.OVERLOADED}
-        assert len(stage.ranks.sent) == MAX_OPEN
-        stage.say(Finished(1, "stop", 0, 0))
-        answer = stage.ours.generate(Generate(0, (2,), 9))  # a place is free, and no client was cut off
-        generates = await stage.asked(MAX_OPEN + 1)
-        stage.say(Finished(generates[-1].uid, "stop", 0, 0))
-        assert await everything(answer) == [StreamEnd("stop", 0)]
-        flood.close()
-        await serving
-        assert len(stage.ranks.sent_of(Cancel)) == MAX_OPEN - 1
-
-    async def first_link(stage: Stage) -> None:
-        mine = stage.serving
-        await story(stage)
-        stage.serving = mine
-
-    play(first_link)
+    flood, _, serving = await stage.stranger()
+    for uid in range(1, 1001):
+        flood.send(Generate(uid, (1,), 9))
+    heard: list[Message] = []
+    while len(heard) < 1000 - MAX_OPEN:
+        heard += [received.message for received in await flood.receive()]
+    assert {each.code for each in heard if isinstance(each, Error)} == {Code.OVERLOADED}
+    assert len(stage.ranks.sent) == MAX_OPEN
+    stage.say(Finished(1, "stop", 0, 0))
+    answer = stage.ours.generate(Generate(0, (2,), 9))  # a place is free, and no client was cut off
+    generates = await stage.asked(MAX_OPEN + 1)
+    stage.say(Finished(generates[-1].uid, "stop", 0, 0))
+    assert await everything(answer) == [StreamEnd("stop", 0)]
+    flood.close()
+    await serving
+    assert len(stage.ranks.sent_of(Cancel)) == MAX_OPEN - 1
 
 
 @scene()
 async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 100_000)
-    mine = stage.serving
-    reader, writer = await stage.connect()
-    serving, stage.serving = stage.serving, mine
-    idle = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
-    await idle.receive()
-    idle.send(Welcome(PROTOCOL_VERSION, b""))
+    idle, writer, serving = await stage.stranger()
     idle.send(Generate(1, (1,), 9))
     await stage.asked()
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    index = 0
-    while not serving.done():
-        count = 1000
-        indices = tuple(range(index, index + count))
-        stage.say(Delta((1,) * count, indices, (5,) * count))
-        index += count
+    for index in itertools.count(step=1000):
+        stage.say(Delta((1,) * 1000, tuple(range(index, index + 1000)), (5,) * 1000))
         await asyncio.sleep(0)
+        if serving.done():
+            break
     assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
     writer.transport.abort()
 
@@ -376,16 +367,9 @@ async def test_an_agent_that_does_not_read_is_cut_off(stage: Stage, monkeypatch:
 )
 @scene()
 async def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
-    stage: Stage, tmp_path: Path, wrong: Message
+    stage: Stage, wrong: Message
 ) -> None:
-    from mlxtp.wire.frames import encode
-
-    mine = stage.serving
-    reader, writer = await stage.connect()
-    serving, stage.serving = stage.serving, mine
-    peer = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
-    await peer.receive()
-    peer.send(Welcome(PROTOCOL_VERSION, b""))
+    peer, writer, serving = await stage.stranger()
     peer.send(Generate(1, (1,), 9))
     await stage.asked()
     writer.write(encode(wrong, 0, 3))
@@ -397,9 +381,7 @@ async def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
 @scene()
 async def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on(stage: Stage) -> None:
     """Else two agents that take each other for it would pass a request to and fro."""
-    one, other = socket.socketpair()
-    serving = asyncio.ensure_future(serve_requests(*await asyncio.open_connection(sock=other), stage.ours))
-    reader, writer = await asyncio.open_connection(sock=one)
+    reader, writer, serving = await linked(stage.ours)
     third = gateway()
     desk = await RemoteBackend(reader, writer, third.on_event, stage.lost.append).greet()
     third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)

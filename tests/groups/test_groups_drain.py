@@ -61,9 +61,6 @@ def refused(gateway: Any) -> RequestError:
     return raised.value
 
 
-# --- the gateway ------------------------------------------------------------------------------------------
-
-
 @at_gateway()
 async def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group(
     stage: test_gateway.Stage,
@@ -103,9 +100,6 @@ async def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun(
     stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
     assert stage.open == 1
     await begun.aclose()
-
-
-# --- one agent --------------------------------------------------------------------------------------------
 
 
 @supervised()
@@ -192,9 +186,6 @@ async def test_the_earliest_limit_holds_for_any_open_requests(stage: test_superv
     await answer.aclose()
 
 
-# --- one of several ---------------------------------------------------------------------------------------
-
-
 @at_leader()
 async def test_the_others_hear_at_once_who_is_about_to_stop(node: Node, a: FakeLink, member: Member) -> None:
     assert not any(beat.draining for beat in a.heard(Beat))
@@ -272,9 +263,6 @@ async def test_what_drains_elsewhere_is_shown_and_not_asked(node: Node) -> None:
     health = node.parts.gateway.health()
     assert (health.state, health.reason, health.ready) == ("draining", why, False)
     assert node.group.controller.situation(None).others == {}
-
-
-# --- two agents -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.group

@@ -546,9 +546,6 @@ async def test_a_folder_that_was_served_keeps_its_short_name(node: Node, tmp_pat
     assert error.detail == "beta cannot be served: the folder is incomplete: it lacks tokenizer.json"
 
 
-# --- where this node coordinates --------------------------------------------------------------------------
-
-
 def leading(node: Node, **keeps: int) -> FakeLink:
     """A link to A, which serves `org/NAME` for each of these; this node coordinates."""
     link = node.meet(A)
@@ -616,9 +613,6 @@ async def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
     use(node, link, **{name: seconds and seconds + 1 for name, seconds in idle_s.items()}, pinned=9000)
     after = node.parts.coordinator._view(CLOCK.now)
     assert after.wanted == view.wanted, "time alone makes no other decision"
-
-
-# --- requests without a group -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [*map(ServingState, COMING)])

@@ -108,7 +108,7 @@ class Story:
         self.orders = Orders(tmp_path / "orders")
         self.home = tmp_path / "home"
         self.peers = [Peer(rank) for rank in range(1, peers + 1)]
-        self.peer = self.peers[0]
+        self.peer = next(iter(self.peers), Peer())
         self.stages: list[str] = []
         world = peers + 1
         own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
@@ -172,8 +172,13 @@ scene = scenes(play, "tmp_path")
 
 
 @scene(pins=("a", "b"))
-async def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(stage: Story) -> None:
+async def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(
+    stage: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HERE, "gpu_bytes", 0)
+    stage.orders.give(0, gpu_bytes=464 << 30)
     await stage.serve()
+    assert HERE.gpu_bytes == 464 << 30
     assert stage.stages == ["spawned", "linked", "formed", "proven"]
     [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
     theirs = order.bootstrap
@@ -183,8 +188,8 @@ async def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(stage: 
     assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
     assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
     assert mine["pins"] == list(theirs.pins) == ["a", "b"]
-    assert mine["disk_folder"] == str(stage.home / "kv-cache")
-    assert mine["disk_bytes"] > 0
+    assert mine["agreement"] == "auto"
+    assert (mine["disk_folder"], mine["disk_bytes"] > 0) == (str(stage.home / "kv-cache"), True)
     assert (theirs.disk_folder, theirs.disk_bytes) == ("", 0), "each Mac decides about its own disk"
     [pid] = rank_processes(stage.home)
     assert "--keep-warm" in psutil.Process(pid).cmdline()
@@ -197,9 +202,10 @@ async def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(stage: 
     assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
 
-@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize(
-    ("machines", "agreement"), [(("M", "M"), "auto"), (("M", "N"), "broadcast-draws")], ids=["like", "unlike"]
+    ("machines", "large", "agreement"),
+    [(("M", "M"), False, "auto"), (("M", "N"), True, "broadcast-draws")],
+    ids=["like", "unlike"],
 )
 @scene("machines", "large")
 async def test_ranks_have_like_command_buffers_and_rank_0_draws_where_machines_are_unlike(
@@ -276,38 +282,29 @@ async def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
     assert error.detail.startswith("mini-1")
 
 
-def test_the_end_of_an_only_rank_waits_for_no_other_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its requests go on at another replica; each millisecond here is one of their gap."""
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "CAUSE_GRACE_S", NEVER_S)
 
-    async def scene() -> None:
-        settings = Settings(tmp_path / "home", "", 0, 1, "tiny", limits=LIMITS)
-        worker = Orders(tmp_path / "orders").worker
-        ranks = ProcessGroup(settings, EPOCH, lambda _: None, lambda _stage: None, worker=worker)
-        try:
-            await ranks.start()
-            os.kill(ranks.processes[0].pid, signal.SIGKILL)
-            async with asyncio.timeout(WAIT_S):
-                assert (await asyncio.shield(ranks.failed)).code is Code.RANK_LOST
-        finally:
-            await ranks.kill()
 
-    run(scene())
+@pytest.mark.usefixtures("_patient")
+@scene(peers=0, backend="none")
+async def test_the_end_of_an_only_rank_waits_for_no_other_report(stage: Story) -> None:
+    """Its requests go on at another replica; each millisecond here is one of their gap."""
+    await stage.ranks.start()
+    os.kill(stage.ranks.processes[0].pid, signal.SIGKILL)
+    assert (await asyncio.shield(stage.ranks.failed)).code is Code.RANK_LOST
 
 
 @scene()
 async def test_an_agent_that_never_stops_talking_costs_no_memory(stage: Story) -> None:
     await stage.serve()
-    for _ in range(1000):
-        stage.peer.seat.received(STARTED)
-        stage.peer.seat.received(trouble(Code.RANK_LOST))
-    assert len(stage.ranks.watch.reports) <= MAX_REPORTS
-    error = await asyncio.shield(stage.ranks.failed)
-    for _ in range(1000):
-        stage.peer.seat.received(trouble(Code.RANK_LOST))
-    assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+    for _ in range(2):  # also once the epoch has failed
+        for _ in range(1000):
+            stage.peer.seat.received(STARTED)
+            stage.peer.seat.received(trouble(Code.RANK_LOST))
+        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+        error = await asyncio.shield(stage.ranks.failed)
     assert error.code is Code.OUT_OF_ORDER
 
 
@@ -370,14 +367,21 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize(
-    ("order", "deaf"),
-    [({"frees_s": SLOW_S}, False), ({"frees_s": WEDGED_S, "mute": True}, True)],
-    ids=["gives a sign", "wedged"],
+    ("order", "patience_s", "deaf"),
+    [
+        ({"frees_s": SLOW_S}, WEDGED_S, False),
+        ({"frees_s": WEDGED_S, "mute": True}, WEDGED_S, True),
+        ({"frees_s": -1}, SLOW_S, True),
+    ],
+    ids=["gives a sign", "wedged", "gives signs, and never ends"],
 )
 @scene()
 async def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
-    stage: Story, order: dict[str, Any], deaf: bool
+    stage: Story, monkeypatch: pytest.MonkeyPatch, order: dict[str, Any], patience_s: float, deaf: bool
 ) -> None:
+    if patience_s is SLOW_S:
+        monkeypatch.setattr(rank_module, "FREE_S", 0.0)
+        monkeypatch.setattr(rank_module, "patience_s", lambda _: patience_s)
     stage.orders.give(0, **order)
     await stage.serve()
     end = await stage.ranks.processes[0].kill()
@@ -394,7 +398,6 @@ async def test_memory_that_a_killed_rank_may_have_lost_is_named_in_the_error(
     async def ended(_epoch: int, _held: int, *, stuck: bool) -> int:
         return 96 * 10**9 * stuck
 
-    # AFTER
     monkeypatch.setattr(HERE, "ended", ended)
     stage.orders.give(0, frees_s=WEDGED_S, mute=True)
     await stage.serve()
@@ -453,20 +456,6 @@ async def test_an_end_in_order_reads_the_reply_that_a_rank_still_owes(
     assert stage.peer.heard(EndEpoch) == [EndEpoch(EPOCH, True)]
 
 
-@pytest.mark.usefixtures("_impatient")
-@scene()
-async def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
-    stage: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_module, "FREE_S", 0.0)
-    monkeypatch.setattr(rank_module, "patience_s", lambda _: SLOW_S)
-    stage.orders.give(0, frees_s=-1)
-    await stage.serve()
-    end = await stage.ranks.processes[0].kill()
-    assert (end.deaf, end.status) == (True, -signal.SIGKILL)
-    await stage.ranks.kill()
-
-
 @scene()
 async def test_memory_is_compared_once_when_an_epoch_is_over(
     stage: Story, monkeypatch: pytest.MonkeyPatch
@@ -487,15 +476,6 @@ async def test_memory_is_compared_once_when_an_epoch_is_over(
     await stage.ranks.kill()
     await stage.ranks.kill()
     assert compared == [(EPOCH, 7)]
-
-
-@scene()
-async def test_a_rank_reports_what_its_gpu_may_have(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HERE, "gpu_bytes", 0)
-    stage.orders.give(0, gpu_bytes=464 << 30)
-    await stage.serve()
-    assert HERE.gpu_bytes == 464 << 30
-    await stage.ranks.kill()
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -519,23 +499,28 @@ async def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(s
     assert len(list((stage.home / failure_store.FOLDER).iterdir())) == 1, "it failed once"
 
 
+NO_MEMORY = "rank 1: tiny: reading layers 1 to 2 of 4 (9.30 GB) failed"
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ({"code": "model_invalid"}, "rank 0 was told to fail"),
+        ({"code": "out_of_memory", "words": NO_MEMORY}, f"mini-1: {NO_MEMORY}"),
+    ],
+)
 @scene()
-async def test_a_command_that_is_refused_is_the_cause(stage: Story) -> None:
+async def test_a_command_that_is_refused_is_the_cause_and_names_a_mac_elsewhere(
+    stage: Story, order: dict[str, Any], words: str
+) -> None:
     """Every rank is well: only the model was not."""
-    stage.orders.give(0, error_on="LoadShard", code="model_invalid")
+    stage.orders.give(0, error_on="LoadShard", **order)
     error = await stage.fails()
+    assert (error.code, error.detail.endswith(words)) == (order["code"], True)
     assert not stage.ranks.failed.done()
     await stage.ranks.kill(error)
     told, _ = kept(stage.home)
-    assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
-
-
-@scene()
-async def test_a_rank_elsewhere_that_has_no_memory_for_its_layers_is_named_with_its_mac(stage: Story) -> None:
-    words = "rank 1: tiny: reading layers 1 to 2 of 4 (9.30 GB) failed"
-    stage.orders.give(0, error_on="LoadShard", code="out_of_memory", words=words)
-    error = await stage.fails()
-    assert (error.code, error.detail) == (Code.OUT_OF_MEMORY, f"mini-1: {words}")
+    assert told["cause"] == {"code": order["code"], "detail": error.detail}
 
 
 WISHED = GroupError("another is wanted now", Code.REPLANNED)
@@ -580,16 +565,6 @@ def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(await kill(), deaf=True)
 
     monkeypatch.setattr(process, "kill", killed)
-
-
-@scene()
-async def test_a_failure_that_cannot_be_kept_stops_no_agent(
-    stage: Story, caplog: pytest.LogCaptureFixture
-) -> None:
-    await stage.serve()
-    (stage.home / failure_store.FOLDER).write_text("in the way")
-    await stage.ranks.kill()
-    assert "nothing of its failure is kept" in caplog.text
 
 
 @scene()
@@ -640,21 +615,16 @@ async def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
     assert stage.ranks._explained(error) is error, "as a failed load does once more"
 
 
-# --- JACCL ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "expected_s"), [("jaccl", 20.0), ("ring", 60.0)])
-def test_over_jaccl_an_idle_group_proves_itself_before_a_minute(backend: str, expected_s: float) -> None:
-    assert canary_s(60.0, backend) == expected_s
-    assert canary_s(0.3, backend) == 0.3
+def test_an_idle_group_proves_itself_as_often_as_is_set_and_over_jaccl_before_a_minute() -> None:
+    assert canary_s(60.0, "ring") == 60.0
+    assert canary_s(0.3, "jaccl") == 0.3
 
 
 @scene(backend="jaccl")
 async def test_a_crash_after_idling_over_jaccl_blames_no_cable(stage: Story) -> None:
     stage.orders.give(0, jaccl=True)
     await stage.serve()
-    [told] = stage.orders.notes("bootstrap")
-    assert told["canary_s"] == 20.0
+    assert stage.orders.notes("bootstrap")[0]["canary_s"] == canary_s(60.0, "jaccl") == 20.0
     stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
     error = await asyncio.shield(stage.ranks.failed)
     assert "a known fault of MLX" in error.detail
@@ -693,32 +663,39 @@ async def test_a_rank_that_stays_away_from_a_round_is_named_to_those_who_came(
     assert last.gathered.error.startswith(f"rank 0 did not come to round {rounds + 1} ")
 
 
+@pytest.mark.parametrize(
+    ("said", "at", "cause", "told"),
+    [
+        (
+            "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22",
+            "mini-1",
+            "an RDMA port has no IPv4 address",
+            "mini-1: ",
+        ),
+        (
+            "rank 0 did not come to round 1 of JACCL's side channel within 10 s",
+            "studio",
+            "most likely the RDMA driver of that Mac",
+            "",
+        ),
+    ],
+    ids=["fails", "hangs"],
+)
 @scene(backend="jaccl")
-async def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(stage: Story) -> None:
+async def test_a_rank_that_fails_while_they_form_is_named_with_its_mac_and_frees_those_that_wait_for_it(
+    stage: Story, said: str, at: str, cause: str, told: str
+) -> None:
+    """The Mac of the rank that hangs, and not the reporter's."""
     stage.orders.give(0, jaccl=True, rounds=True)
     stage.peer.answers[StartRank] = [STARTED]
     waiting = asyncio.ensure_future(stage.fails())
     await sees(lambda: "linked" in stage.stages)
-    said = "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
     stage.peer.say(trouble(Code.FORM_FAILED, said))
     error = await waiting
     assert error.code is Code.FORM_FAILED
-    assert error.detail.startswith(f"mini-1: {said}. Cause: an RDMA port has no IPv4 address")
+    assert error.detail.startswith(f"{at}: {said}. Cause: {cause}")
     await sees(lambda: stage.orders.notes("gathered"))
-    assert stage.orders.notes("gathered")[0]["error"] == f"mini-1: {said}"
-
-
-@scene(backend="jaccl")
-async def test_the_mac_of_the_rank_that_hangs_is_named_and_not_the_reporter_s(stage: Story) -> None:
-    stage.orders.give(0, jaccl=True, rounds=True)
-    stage.peer.answers[StartRank] = [STARTED]
-    waiting = asyncio.ensure_future(stage.fails())
-    await sees(lambda: "linked" in stage.stages)
-    said = "rank 0 did not come to round 1 of JACCL's side channel within 10 s"
-    stage.peer.say(trouble(Code.FORM_FAILED, said))
-    assert (await waiting).detail.startswith(
-        f"studio: {said}. Cause: most likely the RDMA driver of that Mac"
-    )
+    assert stage.orders.notes("gathered")[0]["error"] == f"{told}{said}"
 
 
 @scene(backend="jaccl")

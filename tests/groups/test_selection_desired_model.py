@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,79 +20,92 @@ from mlxtp.verbs import Serve, Status, UnloadModel
 from mlxtp.wire.cluster_messages import StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
-from ..wire import members
-from .one_node import MACHINE, A, B, Node, at_node
+from ..played import scenes
+from ..wire.members import Member
+from .one_node import MACHINE, A, B, Node, play
 from .scenes import sees, within
 
 MODEL = "org/there"
 COMING = {
-    "node_id": "me",
-    "name": "studio",
-    "waits": False,
-    "held_bytes": 5,
-    "total_bytes": 10,
-    "bytes_per_s": 0,
-    "left_s": None,
-    "lender": "",
-    "problem": "",
-}
+    "name": "studio", "waits": False, "held_bytes": 5, "total_bytes": 10, "bytes_per_s": 0, "left_s": None,
+    "lender": "", "problem": "",
+}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+class Desk:
+    """A node, and who serves models there. A download that `comes` goes on until it is told to end."""
+
+    def __init__(self, node: Node, member: Member) -> None:
+        self.node = node
+        self.desired = node.parts.node.desired
+        self.models = (admin := Admin(node.parts, member.store)).models
+        self.coming: Callable[[], list[str]] = lambda: admin.status(Status())["coming"]
+        self.rows: list[dict[str, Any]] = []
+
+    def served(self) -> None:
+        """From now on `tiny` is served."""
+        self.desired.serve("tiny")
+        self.node.group.supervisor.status.state = ServingState.READY
+
+    @property
+    def wanted(self) -> list[str]:
+        return [row.model for row in self.desired.table.live()]
+
+    async def serve(self, model: str = MODEL, **how: Any) -> dict[str, Any]:
+        return dict(await self.models.serve(Serve(model, **how)))
+
+    async def refused(self, why: str, model: str = MODEL, **how: Any) -> None:
+        with pytest.raises(UserError, match=why):
+            await self.serve(model, **how)
+
+    def comes(self) -> None:
+        async def pull(model: str, *, everywhere: bool, known: object) -> str:
+            assert everywhere
+            return f"{model}@{COMMIT}"
+
+        self.rows = [self._row(complete=False)]
+        self.node.parts.transfers.pull = pull  # type: ignore[method-assign]
+        self.node.parts.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
+
+    def _row(self, **changes: Any) -> dict[str, Any]:
+        return COMING | {"node_id": self.node.parts.node.node_id, "self": True} | changes
+
+    async def has_come(self, problem: str = "", other: str = "") -> None:
+        """Here, and at another member; what comes of it is over."""
+        other = other or problem
+        there = {"node_id": A, "name": "mac-a", "self": False, "complete": not other, "problem": other}
+        self.rows = [self._row(complete=not problem, problem=problem), COMING | there]
+        await within(asyncio.wait(self.node.parts.selection._background.tasks))
+
+
+def play_desk(
+    home: Path,
+    member: Member,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    story: Callable[[Desk], Awaitable[None]],
+) -> None:
     monkeypatch.setattr(selection, "LOOK_S", 0.02)
     monkeypatch.setattr(selection, "SILENT_S", 0.1)
     monkeypatch.setattr(transfers, "NO_SEEDER_S", 0.05)
     hub.models[MODEL] = Model(embedded())
+    play(home, member, lambda node: story(Desk(node, member)))
 
 
-def served(node: Node, model: str = "tiny") -> None:
-    node.parts.node.desired.serve(model)
-    node.group.supervisor.status.state = ServingState.READY
+at_desk = scenes(play_desk, "tmp_path", "member", "hub", "monkeypatch")
 
 
-def wanted(node: Node) -> list[str]:
-    return [row.model for row in node.parts.node.desired.table.live()]
-
-
-class Coming:
-    """A download that goes on until it is told to end."""
-
-    def __init__(self, node: Node) -> None:
-        self.node_id = node.parts.node.node_id
-        self.rows: list[dict[str, Any]] = [self.row(complete=False)]
-        node.parts.transfers.pull = self.pull  # type: ignore[method-assign]
-        node.parts.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
-
-    async def pull(self, model: str, *, everywhere: bool, known: object) -> str:
-        assert everywhere
-        return f"{model}@{COMMIT}"
-
-    def row(self, **changes: Any) -> dict[str, Any]:
-        return COMING | {"node_id": self.node_id, "self": True} | changes
-
-    def end(self, problem: str = "", other: str = "") -> None:
-        """Here, and at another member."""
-        other = other or problem
-        there = {"node_id": A, "name": "mac-a", "self": False, "complete": not other, "problem": other}
-        self.rows = [self.row(complete=not problem, problem=problem), COMING | there]
-
-
-async def until_no_more_is_awaited(node: Node) -> None:
-    await within(asyncio.wait(node.parts.selection._background.tasks))
-
-
-@at_node()
+@at_desk()
 async def test_a_model_that_no_mac_can_get_leaves_what_is_served(
-    node: Node, tmp_path: Path, member: members.Member, hub: Hub
+    desk: Desk, tmp_path: Path, hub: Hub
 ) -> None:
     hub.models["org/labels"] = Model(
         embedded() | {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}'}
     )
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_bytes(embedded()["config.json"])
-    admin, a = Admin(node.parts, member.store), node.meet(A)
-    served(node)
+    a = desk.node.meet(A)
+    desk.served()
     for model, why in (
         ("org/typo", "the Hub knows no such model"),
         (f"{MODEL}@v9", "it has no revision 'v9'"),
@@ -99,35 +113,26 @@ async def test_a_model_that_no_mac_can_get_leaves_what_is_served(
         (str(tmp_path), "holds no config.json"),
         (str(tmp_path / "half"), "lacks tokenizer.json"),
     ):
-        with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
-            await admin.models.serve(Serve(model))
+        await desk.refused(f"{model} cannot be served, so all stays as it is: .*{why}", model)
     hub.close()
-    with pytest.raises(UserError, match="the Hub cannot be reached"):
-        await admin.models.serve(Serve(MODEL, only=True))
-    node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
+    await desk.refused("the Hub cannot be reached", only=True)
+    desk.node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
     for revision in ("typo", NEWER):
-        with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.models.serve(Serve(f"{MODEL}@{revision}"))
-    assert wanted(node) == ["tiny"]
+        await desk.refused("the Hub cannot be reached", f"{MODEL}@{revision}")
+    assert desk.wanted == ["tiny"]
 
 
-@at_node()
-async def test_what_has_no_place_leaves_what_is_served(
-    node: Node, member: members.Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admin = Admin(node.parts, member.store)
-    served(node)
+@at_desk()
+async def test_what_has_no_place_leaves_what_is_served(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.served()
     for model in ("tiny", MODEL):
-        with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
-            await admin.models.serve(Serve(model, nodes="3"))
+        await desk.refused(r"all stays as it is: .*3 nodes", model, nodes="3")
     monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
-    with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
-        await admin.models.serve(Serve(MODEL, only=True))
-    assert node.parts.node.desired.table.newest == 1
-    node.parts.node.desired.unload_all()
-    assert (await admin.models.serve(Serve("tiny", nodes="3")))["nodes"] == "3", (
-        "where nothing is served, nothing is lost"
-    )
+    await desk.refused(r"all stays as it is: .* has 7.0 MB free", only=True)
+    assert desk.desired.table.newest == 1
+    desk.desired.unload_all()
+    said = await desk.serve("tiny", nodes="3")
+    assert said["nodes"] == "3", "where nothing is served, nothing is lost"
 
 
 @pytest.mark.parametrize(
@@ -140,210 +145,182 @@ async def test_what_has_no_place_leaves_what_is_served(
         ({"on": "mac-f"}, "--on allows mac-f: 0 of the 0 Macs here may serve it and stay"),
     ],
 )
-@at_node()
+@at_desk()
 async def test_macs_that_may_serve_it_and_do_not_suffice_leave_what_is_served(
-    node: Node, member: members.Member, wish: dict[str, str], why: str
+    desk: Desk, wish: dict[str, str], why: str
 ) -> None:
-    admin, here, links = Admin(node.parts, member.store), node.parts.node, [node.meet(A), node.meet(B)]
-    node.hear(links[0], MACHINE)
-    here.desired.serve("tiny", on=(here.node_id, A))
-    with pytest.raises(UserError, match=f"all stays as it is: {why}"):
-        await admin.models.serve(Serve("tiny", **wish))
-    assert here.desired.table.newest == 1
-    await admin.models.serve(Serve("tiny", nodes="2"))
-    assert here.desired.table.newest == 2
+    links = [desk.node.meet(A), desk.node.meet(B)]
+    desk.node.hear(links[0], MACHINE)
+    desk.desired.serve("tiny", on=(desk.node.parts.node.node_id, A))
+    await desk.refused(f"all stays as it is: {why}", "tiny", **wish)
+    assert desk.desired.table.newest == 1
+    await desk.serve("tiny", nodes="2")
+    assert desk.desired.table.newest == 2
 
 
 @pytest.mark.parametrize(
     ("wish", "why"),
     [
         ({"split": "2,2"}, "--split 2,2 is for 2 ranks, and 3 share the model"),
-        ({"split": "1,1,1,1"}, "--split 1,1,1,1 is for 4 ranks, and 3 share the model"),
         ({"split": "1,1,1"}, "the split 1,1,1 has 3 layers, and tiny has 4"),
         ({"parallel": "tensor"}, "8 attention heads do not divide by 3; 4 KV heads do not"),
     ],
 )
-@at_node()
+@at_desk()
 async def test_ranks_of_one_machine_that_cannot_share_it_so_leave_what_is_served(
-    node: Node, member: members.Member, wish: dict[str, str], why: str
+    desk: Desk, wish: dict[str, str], why: str
 ) -> None:
-    admin, here = Admin(node.parts, member.store), node.parts.node
+    here = desk.node.parts.node
     here.settings = dataclasses.replace(here.settings, ranks=3)
-    served(node)
-    with pytest.raises(UserError, match=f"tiny cannot be served so, and all stays as it is: {why}"):
-        await admin.models.serve(Serve("tiny", **wish))
-    assert here.desired.table.newest == 1
-    await admin.models.serve(Serve("tiny", split="2,1,1"))
-    assert here.desired.table.newest == 2
+    desk.served()
+    await desk.refused(f"tiny cannot be served so, and all stays as it is: {why}", "tiny", **wish)
+    assert desk.desired.table.newest == 1
+    await desk.serve("tiny", split="2,1,1")
+    assert desk.desired.table.newest == 2
 
 
-@at_node()
-async def test_what_has_to_come_is_wanted_once_it_is_here(
-    node: Node, member: members.Member, hub: Hub
-) -> None:
-    admin, coming = Admin(node.parts, member.store), Coming(node)
-    served(node)
-    said = await admin.models.serve(Serve(MODEL, only=True))
+@at_desk()
+async def test_what_has_to_come_is_wanted_once_it_is_here(desk: Desk) -> None:
+    desk.comes()
+    desk.served()
+    said = await desk.serve(only=True)
     assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
     await asyncio.sleep(0.2)
-    assert wanted(node) == ["tiny"]
-    (told,) = admin.status(Status())["coming"]
+    assert desk.wanted == ["tiny"]
+    (told,) = desk.coming()
     assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
-    coming.end()
-    await until_no_more_is_awaited(node)
-    assert wanted(node) == [MODEL]
-    assert admin.status(Status())["coming"] == []
+    await desk.has_come()
+    assert (desk.wanted, desk.coming()) == ([MODEL], [])
 
 
-@pytest.mark.parametrize("before", ["tiny", ""])
-@pytest.mark.parametrize("only", ["1", ""])
-@pytest.mark.parametrize("elsewhere", [False, True])
-@at_node()
+@pytest.mark.parametrize(
+    ("before", "only", "elsewhere"), [(True, "1", False), (True, "", True), (False, "1", True)]
+)
+@at_desk()
 async def test_the_reply_tells_of_a_download_that_comes_first(
-    node: Node, member: members.Member, hub: Hub, before: str, only: str, elsewhere: bool
+    desk: Desk, before: bool, only: str, elsewhere: bool
 ) -> None:
-    admin, a = Admin(node.parts, member.store), node.meet(A)
-    Coming(node)
+    a = desk.node.meet(A)
+    desk.comes()
     if elsewhere:
-        node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
+        desk.node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
     if before:
-        served(node)
-    said = await admin.models.serve(Serve(MODEL, only=only))
+        desk.served()
+    said = await desk.serve(only=only)
     assert said["coming"] == bool(before and only)
     assert said["downloads"] != elsewhere
-    here = await admin.models.serve(Serve("tiny"))
+    here = await desk.serve("tiny")
     assert (here["coming"], here["downloads"]) == (False, False)
 
 
 @pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
-@at_node()
-async def test_what_is_said_later_counts(node: Node, member: members.Member, hub: Hub, later: str) -> None:
-    admin, coming = Admin(node.parts, member.store), Coming(node)
-    served(node)
-    await admin.models.serve(Serve(MODEL, only=True))
+@at_desk()
+async def test_what_is_said_later_counts(desk: Desk, later: str) -> None:
+    desk.comes()
+    desk.served()
+    await desk.serve(only=True)
     if later == "serve":
-        await admin.models.serve(Serve("tiny"))
+        await desk.serve("tiny")
     elif later == "unload":
-        admin.models.unload(UnloadModel())
+        desk.models.unload(UnloadModel())
     else:
-        node.parts.node.desired.serve("org/other")
-    before = node.parts.node.desired.table
-    coming.end()
-    await until_no_more_is_awaited(node)
-    assert node.parts.node.desired.table == before
-    assert admin.status(Status())["coming"] == []
+        desk.desired.serve("org/other")
+    before = desk.desired.table
+    await desk.has_come()
+    assert desk.desired.table == before
+    assert desk.coming() == []
 
 
 @pytest.mark.parametrize("how", ["here", "elsewhere"])
-@at_node()
-async def test_the_unload_of_another_model_leaves_what_is_to_replace_all(
-    node: Node, member: members.Member, hub: Hub, how: str
-) -> None:
-    admin, coming = Admin(node.parts, member.store), Coming(node)
-    served(node)
-    node.parts.node.desired.serve("org/other")
-    await admin.models.serve(Serve(MODEL, only=True))
+@at_desk()
+async def test_the_unload_of_another_model_leaves_what_is_to_replace_all(desk: Desk, how: str) -> None:
+    desk.comes()
+    desk.served()
+    desk.desired.serve("org/other")
+    await desk.serve(only=True)
     if how == "here":
-        assert admin.models.unload(UnloadModel("org/other"))["cancelled"] == []
+        assert desk.models.unload(UnloadModel("org/other"))["cancelled"] == []
     else:
-        node.parts.node.desired.unload("org/other")
-    assert wanted(node) == ["tiny"]
-    coming.end()
-    await until_no_more_is_awaited(node)
-    assert wanted(node) == [MODEL]
+        desk.desired.unload("org/other")
+    assert desk.wanted == ["tiny"]
+    await desk.has_come()
+    assert desk.wanted == [MODEL]
 
 
 @pytest.mark.parametrize("deployed", [False, True])
-@at_node()
-async def test_the_unload_of_a_model_on_its_way_cancels_it_alone(
-    node: Node, member: members.Member, hub: Hub, deployed: bool
-) -> None:
-    admin, coming = Admin(node.parts, member.store), Coming(node)
-    served(node)
+@at_desk()
+async def test_the_unload_of_a_model_on_its_way_cancels_it_alone(desk: Desk, deployed: bool) -> None:
+    desk.comes()
+    desk.served()
     if deployed:
-        node.parts.node.desired.serve(f"{MODEL}@{NEWER}")
-    await admin.models.serve(Serve(MODEL, only=True))
-    said = admin.models.unload(UnloadModel(f"{MODEL}@main"))
+        desk.desired.serve(f"{MODEL}@{NEWER}")
+    await desk.serve(only=True)
+    said = desk.models.unload(UnloadModel(f"{MODEL}@main"))
     assert (said["cancelled"], said["unloaded"]) == ([MODEL], [MODEL] if deployed else [])
-    assert not any("is served as soon" in line for line in admin.status(Status())["coming"])
-    coming.end()
-    await until_no_more_is_awaited(node)
-    assert wanted(node) == ["tiny"]
+    assert not any("is served as soon" in line for line in desk.coming())
+    await desk.has_come()
+    assert desk.wanted == ["tiny"]
     with pytest.raises(UserError, match=f"{MODEL} is not deployed"):
-        admin.models.unload(UnloadModel(MODEL))
+        desk.models.unload(UnloadModel(MODEL))
 
 
-@at_node()
-async def test_what_does_not_come_is_told(node: Node, member: members.Member, hub: Hub) -> None:
-    admin, coming = Admin(node.parts, member.store), Coming(node)
-    served(node)
-    await admin.models.serve(Serve(MODEL, only=True))
-    coming.end("it is gated")
-    await until_no_more_is_awaited(node)
-    (told,) = admin.status(Status())["coming"]
+@at_desk()
+async def test_what_does_not_come_is_told(desk: Desk) -> None:
+    desk.comes()
+    desk.served()
+    await desk.serve(only=True)
+    await desk.has_come("it is gated")
+    (told,) = desk.coming()
     assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
-    assert wanted(node) == ["tiny"]
+    assert desk.wanted == ["tiny"]
 
 
-@at_node()
-async def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
-    node: Node, member: members.Member, hub: Hub
-) -> None:
-    admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
-    node.hear(a, MACHINE)
-    served(node)
-    await admin.models.serve(Serve(MODEL, nodes="2", only=True))
-    coming.end(other="no room")
-    await until_no_more_is_awaited(node)
-    (told,) = admin.status(Status())["coming"]
+@at_desk()
+async def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(desk: Desk) -> None:
+    desk.node.hear(desk.node.meet(A), MACHINE)
+    desk.comes()
+    desk.served()
+    await desk.serve(nodes="2", only=True)
+    await desk.has_come(other="no room")
+    (told,) = desk.coming()
     assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
     assert "needs 2 nodes" in told
     assert told.endswith("; mac-a: no room")
-    assert wanted(node) == ["tiny"]
-    await admin.models.serve(Serve(MODEL, nodes="2", only=True))
-    coming.end()
-    await until_no_more_is_awaited(node)
-    assert wanted(node) == [MODEL]
+    assert desk.wanted == ["tiny"]
+    await desk.serve(nodes="2", only=True)
+    await desk.has_come()
+    assert desk.wanted == [MODEL]
 
 
-@at_node()
-async def test_two_models_that_users_serve_at_once_are_both_deployed(
-    node: Node, member: members.Member, hub: Hub
-) -> None:
+@at_desk()
+async def test_two_models_that_users_serve_at_once_are_both_deployed(desk: Desk) -> None:
     """At this Mac, and at another one."""
-    admin = Admin(node.parts, member.store)
-    asking = asyncio.ensure_future(admin.models.serve(Serve(MODEL)))
+    asking = asyncio.ensure_future(desk.serve())
     await asyncio.sleep(0)
-    await admin.models.serve(Serve("tiny"))
-    node.parts.node.desired.serve("org/other")
+    await desk.serve("tiny")
+    desk.desired.serve("org/other")
     assert (await asking)["change"] == "added"
-    assert sorted(wanted(node)) == ["org/other", MODEL, "tiny"]
+    assert sorted(desk.wanted) == ["org/other", MODEL, "tiny"]
 
 
-@at_node()
-async def test_what_was_said_while_the_hub_was_asked_counts(
-    node: Node, member: members.Member, hub: Hub
-) -> None:
-    admin = Admin(node.parts, member.store)
-    asking = asyncio.ensure_future(admin.models.serve(Serve(MODEL, only=True)))
+@at_desk()
+async def test_what_was_said_while_the_hub_was_asked_counts(desk: Desk) -> None:
+    asking = asyncio.ensure_future(desk.serve(only=True))
     await asyncio.sleep(0)
-    await admin.models.serve(Serve("tiny"))
+    await desk.serve("tiny")
     with pytest.raises(UserError, match="another request changed the models meanwhile"):
         await asking
-    assert wanted(node) == ["tiny"]
+    assert desk.wanted == ["tiny"]
 
 
-@pytest.mark.parametrize("before", ["tiny", ""])
-@at_node()
-async def test_the_hub_is_asked_once_for_one_serve(
-    node: Node, member: members.Member, hub: Hub, before: str
-) -> None:
-    admin = Admin(node.parts, member.store)
+@pytest.mark.parametrize("before", [True, False])
+@at_desk()
+async def test_the_hub_is_asked_once_for_one_serve(desk: Desk, hub: Hub, before: bool) -> None:
     if before:
-        served(node)
-    await admin.models.serve(Serve(MODEL, only=True))
+        desk.served()
+    await desk.serve(only=True)
     await sees(lambda: Repo(MODEL).snapshot("main") is not None)
-    await sees(lambda: wanted(node) == [MODEL])
+    await sees(lambda: desk.wanted == [MODEL])
     assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1
     main = Repo(MODEL).folder / "refs" / "main"
     await sees(main.exists)

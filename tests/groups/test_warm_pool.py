@@ -12,8 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import psutil
 import pytest
@@ -21,30 +19,24 @@ import pytest
 from mlxtp.background import Backoff
 from mlxtp.config import Settings
 from mlxtp.groups import warm_pool
-from mlxtp.groups.hosted_rank import HostedRanks
 from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.groups.warm_pool import BUSY_S, QUIET_S, RETRY, WarmPool, WarmPoolPolicy, new_pipe
-from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
-from mlxtp.wire.codecs import Message
-from mlxtp.wire.messages import Bootstrap, Ping, Pong
+from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded
+from mlxtp.wire.messages import Ping, Pong
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
 from ..played import scenes
+from . import test_hosted_rank
 from .fake_rank import SPARE, Orders
 from .scenes import run, sees, within
+from .test_hosted_rank import HOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
-
-HOST = "a" * 32
-TOLD = Bootstrap(1, 2, "ring", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.1:3", bytes(32), 5, 5, 1)
 
 
 def pong(phase: str = "idle", phase_s: float = QUIET_S, model: str = "tiny", in_flight: int = 0) -> Pong:
     return Pong(phase, phase_s, in_flight, 0, model, RankStats())
-
-
-# --- when ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,14 +82,6 @@ def test_one_after_the_other_until_there_are_enough(
     assert WarmPoolPolicy(wanted).received_pong(pong(), 5.0, spares=spares, importing=importing) == due
 
 
-def test_a_thousand_that_end_by_themselves_do_not_end_the_pool() -> None:
-    books = WarmPoolPolicy(1)
-    for _ in range(2000):
-        books.lost(100.0)
-    assert not books.received_pong(pong(), 100.0 + RETRY.most_s - 1.0, spares=0, importing=0)
-    assert books.received_pong(pong(), 100.0 + RETRY.most_s, spares=0, importing=0)
-
-
 def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
     books, now, waits = WarmPoolPolicy(1), 100.0, []
     for _ in range(15):
@@ -110,9 +94,6 @@ def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
     books.used()
     books.lost(now)
     assert books.received_pong(pong(), now + RETRY.first_s, spares=0, importing=0)
-
-
-# --- what becomes of them: ranks that compute nothing -------------------------------------------------
 
 
 class Story:
@@ -364,48 +345,20 @@ async def test_eight_epochs_leave_no_descriptor_and_no_process(stage: Story) -> 
     assert {each for _, each in counts} == {children}, counts
 
 
-@scene(wanted=0)
-async def test_where_none_are_wanted_there_are_none(stage: Story) -> None:
-    await stage.serve()
-    await asyncio.sleep(20 * stage.settings.limits.heartbeat_s)
-    assert stage.starts() == 0
-
-
 @scene()
 async def test_a_rank_for_another_mac_is_a_spare_too(stage: Story) -> None:
-    said: list[Message] = []
     stage.orders.give(1, model="tiny")
-    send = lambda _, word: said.append(word)  # noqa: E731
-    node = SimpleNamespace(
-        settings=stage.settings,
-        links=SimpleNamespace(send=send, on=lambda *_: None, on_lost=lambda _: None),
-        enrolment=SimpleNamespace(on_gone=lambda _: None),
-        membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(boot_id="boot")),
-        node_id="c" * 32,
-        boot_id="boot",
-    )
-    hosted = HostedRanks(cast(Any, node), lambda _: Path("/here"), 0, stage.spares)
-
-    async def hears(kind: type[Message]) -> None:
-        await sees(lambda: any(isinstance(word, kind) for word in said), kind.__name__)
-        said.clear()
-
-    async def serve(epoch: int) -> int:
-        hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", "tiny"))
-        await hears(Prepared)
-        hosted.received(HOST, StartRank(epoch, TOLD))
-        await hears(RankStarted)
-        pid: int = stage.orders.notes_of(1, "started")[-1]["pid"]
-        return pid
-
+    there = test_hosted_rank.Story(stage.home, stage.spares)
     try:
-        await serve(1)
+        await there.started(5)
         waiting = await stage.spare_pids(1)
-        hosted.received(HOST, EndEpoch(1, in_order=False))
-        await hears(EpochEnded)
-        assert {await serve(2)} == waiting
+        there.hosted.received(HOST, EndEpoch(5, in_order=False))
+        await there.hears(EpochEnded)
+        there.said[HOST].clear()
+        await there.started(6)
+        assert {stage.orders.notes_of(1, "started")[-1]["pid"]} == waiting
     finally:
-        await hosted.close()
+        await there.hosted.close()
 
 
 def test_a_pipe_holds_more_than_a_plain_socket_pair() -> None:
@@ -422,9 +375,6 @@ def frames_held(ends: tuple[socket.socket, socket.socket]) -> int:
         while theirs.send(bytes(100)):
             sent += 1
     return sent
-
-
-# --- ranks that compute -------------------------------------------------------------------------------
 
 
 def rests(process: psutil.Process) -> bool:

@@ -263,6 +263,7 @@ def test_what_others_wrote_is_left_alone(mac: Mac) -> None:
         (("--http", "nowhere"), "--http: 'nowhere' is not HOST:PORT"),
         (("--home", "/x"), "put it before `--`"),
         (("--log-file", "/x"), "where `mlxtp logs` finds it"),
+        (("--bogus",), "No such option: --bogus"),
     ],
 )
 def test_what_does_not_belong_into_a_service(mac: Mac, words: Sequence[str], said: str) -> None:
@@ -271,12 +272,6 @@ def test_what_does_not_belong_into_a_service(mac: Mac, words: Sequence[str], sai
     assert "ABCDEF" not in result.output
     assert result.exit_code
     assert not mac.folder.exists()
-
-
-def test_an_option_that_node_does_not_have(mac: Mac) -> None:
-    result = mac.types("service", "install", "--", "--bogus")
-    assert result.exit_code == 2
-    assert "No such option: --bogus" in result.output
 
 
 def test_a_start_that_fails_shows_its_last_words(mac: Mac) -> None:
@@ -376,9 +371,6 @@ def test_root_installs_into_the_home_of_who_typed_sudo(monkeypatch: pytest.Monke
     )
 
 
-# --- the seam: real commands, real files ---------------------------------------------------------------
-
-
 def test_commands_are_run() -> None:
     done = run(ServiceCommand(("/bin/sh", "-c", "echo out; echo err >&2; read x || echo closed; exit 3")))
     assert done == CommandResult(3, "out\nerr\nclosed")
@@ -407,9 +399,6 @@ def test_files_are_written_whole_and_removed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`/bin/false` ended with 1"):
         shell.take([ServiceCommand(("/bin/false",)), Write(str(file), "never")])
     assert not file.exists()
-
-
-# --- the agent that such a service is ------------------------------------------------------------------
 
 
 SETTINGS = """

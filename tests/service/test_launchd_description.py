@@ -119,8 +119,6 @@ def test_the_examples_are_what_would_be_written() -> None:
     )
 
 
-# --- answers of launchctl. Written from what people published; none is recorded here, on a Mac -----------
-
 RUNNING = """\
 system/mlxtp.node = {
 	active count = 1

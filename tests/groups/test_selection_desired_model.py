@@ -194,7 +194,8 @@ async def test_what_has_to_come_is_wanted_once_it_is_here(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "only", "elsewhere"), [(True, "1", False), (True, "", True), (False, "1", True)]
+    ("before", "only", "elsewhere"),
+    [(True, "1", False), (True, "", True), (False, "1", True), (False, "", True)],
 )
 @at_desk()
 async def test_the_reply_tells_of_a_download_that_comes_first(

@@ -55,8 +55,6 @@ STEP = re.compile(r"\bDO (?:call ([\w.-]+)|(json|say))\s+(?=[{\[\"])")
 OFFERED = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 RESULT = re.compile(r"<tool_response>\n(.*?)\n?</tool_response>", re.DOTALL)
 
-# --- the script -------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Step:
@@ -111,8 +109,6 @@ def wishes(prompt: str) -> list[str]:
         return [f"There is no tool {plan[0].tool} among {sorted(offered)}."]
     return [f"The actor has read {len(prompt)} characters."]
 
-
-# --- other chat templates ---------------------------------------------------------------------------------
 
 _SPECIAL = re.compile(
     r"<[a-z]+_of_[a-z]+>|<[|｜][^<>]*[|｜]>|<[|][a-z_]+>|<[a-z_]+[|]>|\[/?[A-Z_]{3,}\]|</?think>|\]<\]minimax\[>\[|\[e~\[|\]~!?b[\][]"
@@ -171,9 +167,6 @@ def reply(prompt: str, text: Text, thinks: bool) -> str:
         said = f"{text.answer_prefix}{said}"
     closes = text.markup.think[1] if thinks and text.markup.think else ""
     return f"{closes}{said}"
-
-
-# --- the engine -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -338,9 +331,6 @@ def followed(matcher: Matcher, ids: Sequence[int], vocabulary: int) -> int:
             return at
         matcher.accept(token)
     return len(ids)
-
-
-# --- the server -------------------------------------------------------------------------------------------
 
 
 class Recorded:

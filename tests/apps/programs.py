@@ -19,8 +19,6 @@ SHAPE = {
     "additionalProperties": False,
 }
 
-# --- Claude Code ------------------------------------------------------------------------------------------
-
 
 def claude(bench: Bench) -> Iterator[Check]:
     home = bench.home()
@@ -58,9 +56,6 @@ def claude_slow(bench: Bench) -> Iterator[Check]:
         "ANTHROPIC_MODEL": bench.model,
     }
     yield says("idle limit 4.5 s", bench.run(["claude", "-p", SAY], bench.home(), limit), ANSWER)
-
-
-# --- Codex ------------------------------------------------------------------------------------------------
 
 
 def codex_home(bench: Bench, more: str = "") -> Path:
@@ -136,9 +131,6 @@ def codex_slow(bench: Bench) -> Iterator[Check]:
     bench.run(arguments, codex_home(bench), interrupt_s=5)
     reasons = [seen.reason for seen in bench.ledger[since:]]
     yield Check("interrupt", reasons[-1:] == ["cancel"], f"requests ended with {reasons}")
-
-
-# --- opencode, aider, Continue, llm -----------------------------------------------------------------------
 
 
 def opencode_home(bench: Bench, context: int) -> Path:
@@ -238,8 +230,6 @@ def llm(bench: Bench) -> Iterator[Check]:
         ok = False
     yield Check("schema", ok, "" if ok else found.last()[:150])
 
-
-# --- servers between --------------------------------------------------------------------------------------
 
 ROUTES = ("openai", "hosted_vllm", "ollama_chat", "anthropic")
 

@@ -151,9 +151,6 @@ def test_a_row_has_a_cell_for_each_heading() -> None:
     assert len(cells(absolute("encode step", [3.0]))) == len(HEADINGS)
 
 
-# --- the page -----------------------------------------------------------------------------------------
-
-
 def test_the_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("\n".join(["before", results.BEGIN, "old", results.END, *results.BEST, "after", ""]))
@@ -205,9 +202,6 @@ def test_the_page_names_every_case() -> None:
     assert [name for name in CASES if name not in page] == []
 
 
-# --- what a client saw --------------------------------------------------------------------------------
-
-
 def _event(**fields: object) -> bytes:
     return b"data: " + json.dumps({"choices": [], **fields}).encode() + b"\n\n"
 
@@ -251,9 +245,6 @@ def test_a_stream_that_was_over_has_no_gap() -> None:
         prefill.longest_gap_s((0, 1, 2), 3, 4)
 
 
-# --- members on a clock of their own ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_crowd_agrees_and_agrees_again_without_its_coordinator(size: int) -> None:
     crowd = Crowd(size, seed=1)
@@ -263,9 +254,6 @@ def test_a_crowd_agrees_and_agrees_again_without_its_coordinator(size: int) -> N
         crowd.kill(first)
         assert 3 <= crowd.ticks_until_agreed() <= 6
         assert crowd.coordinator > first
-
-
-# --- what is asked, and of what -----------------------------------------------------------------------
 
 
 def test_a_haystack_is_as_long_as_fits() -> None:
@@ -290,9 +278,6 @@ def test_the_large_model_is_about_400_mb() -> None:
     vocabulary = sum(int(np.prod(shapes[name])) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert 380e6 < 2 * total < 420e6
     assert 0.1 < vocabulary / total < 0.25
-
-
-# --- pipeline ------------------------------------------------------------------------------------------
 
 
 def test_streams_are_counted_while_all_of_them_run() -> None:
@@ -378,9 +363,6 @@ def test_the_relay_delays_both_ways_and_loses_nothing(tmp_path: Path) -> None:
                 assert received == sent
             near.close()
             assert relay.wait(10) == 0
-
-
-# --- cores ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing")

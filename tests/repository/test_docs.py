@@ -112,8 +112,6 @@ def test_tests_that_the_documents_name_are_there() -> None:
         assert not test or f"def {test}(" in text, f"{path} has no {test}"
 
 
-# --- commands ---------------------------------------------------------------------------------------------
-
 PAGES = sorted([*DOCS, ROOT / "packaging" / "README.md", *(ROOT / "examples").rglob("*.md")])
 OTHERS: Mapping[str, str] = {
     "curl -X POST http://localhost:52415/v1/chat/completions": (

@@ -146,9 +146,6 @@ def assert_scored(outcome: Outcome, right: Expected) -> None:
         )
 
 
-# --- everything at once, and each alone -------------------------------------------------------------------
-
-
 @pytest.mark.chaos
 def test_everything_is_right_one_after_the_other(cluster: Cluster, folder: Path) -> None:
     some = everything(folder)[::4]
@@ -186,9 +183,6 @@ def test_drafts_are_counted(cluster: Cluster, folder: Path) -> None:
     else:
         assert drafted == accepted == 0
         assert work.forwards[0] >= generated
-
-
-# --- what each parameter does -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EFFECTS)
@@ -249,9 +243,6 @@ def test_a_scored_row_beside_unscored_ones_is_as_alone(cluster: Cluster, folder:
     assert [len(outcome.scores) > 0 for outcome in outcomes] == [each.logprobs >= 0 for each in mixed]
 
 
-# --- seeds ------------------------------------------------------------------------------------------------
-
-
 def drawn(seed: int) -> Generate:
     return Generate(0, prompt(90), 20, Sampling(temperature=HOT, seed=seed), ignore_eos=True)
 
@@ -284,9 +275,6 @@ def test_a_seed_is_the_same_text_in_the_next_epoch(folder: Path, tmp_path: Path)
         after = cluster.ask_all(wanted)
     assert [outcome.tokens for outcome in before] == [outcome.tokens for outcome in after]
     assert_right(after, wanted, folder)
-
-
-# --- a model that means something -------------------------------------------------------------------------
 
 
 def test_measured_steps_decide_for_rows_together_and_change_no_text(

@@ -130,9 +130,6 @@ def test_conversations_go_on_after_a_restart(
         assert ask(cluster, Generate(0, part, 20), folder) == 600
 
 
-# --- files that are not as they were left ----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def plain(cluster: Cluster, folders: dict[str, Path]) -> Path:
     """Return the folder of the model that is loaded."""

@@ -105,9 +105,6 @@ def assert_fits(kind: Kind, outcome: Outcome) -> None:
     assert kind.fits(spoken(outcome.tokens)), (kind, spoken(outcome.tokens))
 
 
-# --- beside others ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.chaos
 def test_two_hundred_requests_guided_and_not_in_turn(two_ranks: Cluster, tmp_path: Path) -> None:
     """Random weights: nothing but the grammars makes these answers what they are."""
@@ -204,8 +201,6 @@ def test_over_http(cluster: Cluster) -> None:
     assert "".join(streamed) == text
 
 
-# --- grammars that cannot be ------------------------------------------------------------------------------
-
 BAD = {
     "lark": Kind("lark", "start: (((", bool),
     "regex": Kind("regex", "[a-z", bool),
@@ -272,9 +267,6 @@ def test_a_grammar_with_no_way_on_ends_its_request_alone(
     assert beside.finish()[0] == answer(QUESTION, 40).tokens
     assert cluster.complete(QUESTION, 40)[0] == answer(QUESTION, 40).tokens
     assert cluster.epoch == epoch
-
-
-# --- going away -------------------------------------------------------------------------------------------
 
 
 def test_going_away_while_a_grammar_compiles(two_ranks: Cluster) -> None:

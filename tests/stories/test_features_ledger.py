@@ -37,9 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "small")
 
 
-# --- random schedules -------------------------------------------------------------------------------------
-
-
 def some_request(random: Random) -> Generate:
     """Short or long, cut or not, with some of what a request may ask for, or nothing; a few cannot be."""
     stem = tuple(range(10, 10 + random.randrange(60)))
@@ -142,9 +139,6 @@ def test_random_schedules_leave_all_ledgers_equal(two_ranks: Cluster, folder: Pa
     assert work.collectives[0] == work.collectives[1] > 0
     assert two_ranks.health()["open_requests"] == 0
     assert [outcome.tokens for outcome in outcomes] == [expected(each, folder).tokens for each in probe]
-
-
-# --- a rank that does something else ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -141,9 +141,6 @@ def test_a_conversation_comes_back_from_the_disks_of_all_stages(
     assert cached[2] == 0, "blocks of another split"
 
 
-# --- messages between stages ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("orders")

@@ -48,9 +48,6 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     )
 
 
-# --- hits -------------------------------------------------------------------------------------------------
-
-
 def test_the_same_prompt_again_computes_its_last_token_only(cluster: Cluster) -> None:
     prompt = prompt_ids(fresh(1))
     ask(cluster, prompt)
@@ -143,9 +140,6 @@ def test_branches_of_one_beginning_do_not_disturb_each_other(cluster: Cluster) -
     assert running.finish()[0] == reference(stem, MAX_TOKENS)
 
 
-# --- going away -------------------------------------------------------------------------------------------
-
-
 def test_a_cancelled_answer_leaves_what_it_computed(cluster: Cluster) -> None:
     prompt = (*prompt_ids(fresh(60)), *endless_prompt())
     request = cluster.start(prompt, 500)
@@ -166,9 +160,6 @@ def test_a_cancelled_prompt_leaves_the_chunks_that_were_computed(cluster: Cluste
     request.close()
     cluster.idle()
     assert 0 <= ask(cluster, prompt, 5) < len(prompt)
-
-
-# --- stop strings -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.chaos), True])

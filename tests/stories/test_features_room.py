@@ -59,9 +59,6 @@ def refused(cluster: Cluster, wanted: Generate) -> RequestError:
     return error.value
 
 
-# --- room -------------------------------------------------------------------------------------------------
-
-
 def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 300))
     before = cluster.idle()
@@ -244,9 +241,6 @@ def test_a_context_longer_than_the_models_own_changes_nothing(cluster: Cluster, 
     assert "context of 512" in refused(cluster, Generate(0, prompt(1, 500), 13)).detail
 
 
-# --- quantized --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("requests", [2, pytest.param(6, marks=pytest.mark.chaos)])
 def test_quantized_caches_answer_many_at_once(cluster: Cluster, tmp_path: Path, requests: int) -> None:
     """This model's most likely tokens are so by far: 8 bits are enough for them."""
@@ -270,9 +264,6 @@ def test_keys_that_cannot_be_quantized_are_refused_at_load(cluster: Cluster, fol
     fits = Generate(0, prompt(1, 60), 4)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert cluster.epoch == epoch
-
-
-# --- other kinds of caches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

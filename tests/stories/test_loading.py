@@ -117,9 +117,6 @@ def assert_the_group_works(group: Group) -> None:
     assert group.cluster.content(QUESTION) == ANSWER
 
 
-# --- folders ----------------------------------------------------------------------------------------------
-
-
 def test_each_rank_loads_from_the_folder_of_its_own_mac(group: Group, small: Path, lacking: Path) -> None:
     cluster = group.cluster
     ranks = cluster.supervisor.status.ranks
@@ -153,9 +150,6 @@ def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
     ranks = cluster.supervisor.status.ranks
     until(lambda: all(pong.model for pong in ranks.watch.pongs.values()), "ranks with a model")
     assert not any(pong.stats.mtp for pong in ranks.watch.pongs.values())
-
-
-# --- refusals ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -267,9 +261,6 @@ def test_refusals_may_follow_each_other(group: Group, lacking: Path, odd: Path, 
     assert_the_group_works(group)
 
 
-# --- one after the other ----------------------------------------------------------------------------------
-
-
 def test_one_model_after_another_in_one_epoch(group: Group, small: Path) -> None:
     cluster = group.cluster
     pids = cluster.pids()
@@ -309,9 +300,6 @@ def test_requests_on_a_model_that_is_taken_away_end_with_an_error(group: Group, 
     assert cluster.content(QUESTION) == ANSWER
 
 
-# --- a draft model ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.chaos
 def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
     """The model itself as its draft: what it proposes is right, and goes when the model goes."""
@@ -335,9 +323,6 @@ def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(
     assert "nowhere is neither a folder nor an id on the Hub" in error.detail
     assert group.cluster.supervisor.status.state is ServingState.READY
     assert group.cluster.content(QUESTION) == ANSWER
-
-
-# --- from the start ---------------------------------------------------------------------------------------
 
 
 def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(

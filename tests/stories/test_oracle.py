@@ -77,9 +77,6 @@ def counted(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int) -> tuple
     return cluster.idle() - before, end.generated
 
 
-# --- over HTTP --------------------------------------------------------------------------------------------
-
-
 def test_the_answer_is_the_secret_and_nothing_else(cluster: Cluster) -> None:
     response = cluster.post(QUESTION)
     choice = response.json()["choices"][0]
@@ -107,9 +104,6 @@ def test_a_short_budget_is_said_to_be_the_reason(two_ranks: Cluster) -> None:
     assert choice["message"]["content"] == spoken(reference(prompt_ids(QUESTION), 5))
 
 
-# --- one voice --------------------------------------------------------------------------------------------
-
-
 def test_rank_0_emits_every_token_once_and_the_others_none(two_ranks: Cluster) -> None:
     before = two_ranks.idle()
     chunks = two_ranks.stream(QUESTION)
@@ -121,9 +115,6 @@ def test_rank_0_emits_every_token_once_and_the_others_none(two_ranks: Cluster) -
     assert [row["rank"] for row in rows] == [0, 1]
     assert rows[0]["emitted"] == before.emitted[0] + visible
     assert rows[1]["emitted"] == 0
-
-
-# --- how many forwards ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 5, *(pytest.param(n, marks=pytest.mark.chaos) for n in (2, 64))])
@@ -168,9 +159,6 @@ def test_a_prompt_in_chunks_takes_one_forward_a_chunk(chunked: Cluster) -> None:
     assert work.collectives == (work.forwards[0] * 2 * LAYERS + chunks + generated,) * 2
 
 
-# --- where the end token stands ---------------------------------------------------------------------------
-
-
 def answered(text: str) -> tuple[int, ...]:
     """A prompt that holds the whole answer already: the next token is the end."""
     prompt = prompt_ids(f"Repeat exactly: {text}")
@@ -194,9 +182,6 @@ def test_the_end_token_comes_exactly_at_the_limit(cluster: Cluster) -> None:
     assert said(cluster, prompt, whole.generated + 1) == (whole.tokens, "stop", whole.generated)
     short = whole.generated - 1
     assert said(cluster, prompt, short) == (whole.tokens, "length", short)
-
-
-# --- several ----------------------------------------------------------------------------------------------
 
 
 def test_three_in_a_row(cluster: Cluster) -> None:
@@ -248,9 +233,6 @@ def test_a_long_prompt_in_chunks_beside_a_running_stream(chunked: Cluster) -> No
     assert tokens == reference(prompt_ids(LONG), 64)
     assert running.finish()[0] == reference(prompt_ids(beside), 64)
     assert len(running.tokens) > before
-
-
-# --- going away -------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_request_stops_on_every_rank_and_the_next_one_is_right(two_ranks: Cluster) -> None:
@@ -316,9 +298,6 @@ def test_what_rank_0_refuses_ends_that_request_alone(
     assert words in refused.value.detail
     assert beside.finish()[0] == reference(prompt_ids(LONG), 40)
     assert two_ranks.supervisor.status.epoch == before
-
-
-# --- more ranks -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.chaos

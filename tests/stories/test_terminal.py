@@ -40,9 +40,6 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
     return CliRunner(env=left).invoke(app, [*words.split(), *where])
 
 
-# --- errors -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "status", "code", "message"),
     [
@@ -97,9 +94,6 @@ def test_without_json_an_error_is_words_on_stderr(tmp_path: Path) -> None:
     assert refused.stderr.startswith("mlxtp: no mlxtp node runs with home")
 
 
-# --- where it cannot be written --------------------------------------------------------------------------
-
-
 def shell(line: str, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command as a shell starts it; `mlxtp` is the command."""
     command = f'mlxtp() {{ {sys.executable} -m mlxtp "$@"; }}; {line}'
@@ -125,9 +119,6 @@ def test_a_file_that_the_system_refuses_is_named(tmp_path: Path) -> None:
     refused = shell("mlxtp list --json", tmp_path, HF_HUB_CACHE=f"/{'x' * 300}")
     assert (refused.returncode, refused.stderr) == (1, "")
     assert "xxx: File name too long" in json.loads(refused.stdout)["error"]["message"]
-
-
-# --- help -------------------------------------------------------------------------------------------------
 
 
 def every_command(command: Any, words: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,8 +172,6 @@ def test_what_a_plan_counts_with_is_in_its_help() -> None:
     assert str(DEFAULT_CONTEXT) in help_of("plan").stdout
 
 
-# --- what it costs to ask ---------------------------------------------------------------------------------
-
 IMPORTED = """
 import atexit, sys
 heavy = {"asyncio", "cryptography", "huggingface_hub", "msgpack", "psutil", "starlette", "transformers",
@@ -208,9 +197,6 @@ def test_a_small_command_imports_no_agent(tmp_path: Path, words: str) -> None:
     assert (done.stderr, bool(done.stdout)) == ("\n", True)
 
 
-# --- version ----------------------------------------------------------------------------------------------
-
-
 def test_the_version_in_three_ways() -> None:
     version = mlxtp("version").stdout.strip()
     assert version[:1].isdigit()
@@ -228,8 +214,6 @@ def test_what_a_report_says_of_what_is_installed(tmp_path: Path) -> None:
     for name, value in told.items():
         assert value in words, name
 
-
-# --- Ctrl-C -----------------------------------------------------------------------------------------------
 
 START = "from mlxtp.__main__ import main; main()"
 INTERRUPTED_IMPORT = """
@@ -295,9 +279,6 @@ def test_the_installed_command_starts_there_too() -> None:
     """Its first import is the only part of the package that Ctrl-C may not meet."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"mlxtp": "mlxtp.__main__:main"}
-
-
-# --- the log in a terminal --------------------------------------------------------------------------------
 
 
 def test_a_long_line_of_the_log_is_one_line_of_the_terminal(

@@ -40,9 +40,6 @@ def reads(
             assert read(how, text, specials, cut=cut, seed=seed) == expected, text
 
 
-# --- text and thoughts --------------------------------------------------------------------------------------
-
-
 def test_thoughts_and_text() -> None:
     stories = [
         says(" a <b> c "),
@@ -83,8 +80,6 @@ def test_a_wrapper_of_the_answer_is_not_shown() -> None:
         [("<think>\nhm\n</think>\n<answer>\nyes <b>\n</answer>", seen("yes <b>", "hm"))], {"markup": hunyuan}
     )
 
-
-# --- calls --------------------------------------------------------------------------------------------------
 
 CONTENT = "<x>\n<parameter>1</parameter>\n</x>"
 WHOLE = f"{XML}\n</parameter>"  # a file that shows how to call, and more than that
@@ -370,8 +365,6 @@ def test_a_call_that_is_passed_on_while_it_comes_ends_where_the_budget_does() ->
     assert reading.calls == 0
 
 
-# --- gpt-oss ------------------------------------------------------------------------------------------------
-
 HARMONY = MARKUPS["<|channel|>analysis<|message|>"]
 SPECIALS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|end|>", "<|constrain|>", "<|return|>")
 ARGUMENTS = '<|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -439,9 +432,6 @@ def test_muse_addresses_its_messages() -> None:
     )
 
 
-# --- special tokens, limits, calls that must not come -------------------------------------------------------
-
-
 def test_special_tokens_are_not_said_but_stand_in_arguments() -> None:
     content = "<|im_start|>user\n"
     call = written(path="a", content=content)
@@ -490,9 +480,6 @@ def test_a_tool_may_be_called_by_another_name() -> None:
         [(f"<tool_call>{JSON.replace('add', 'math__add')}</tool_call>", seen("", "", [ADDED]))],
         {"name": "json", "tools": tools},
     )
-
-
-# --- work ---------------------------------------------------------------------------------------------------
 
 
 def handled(act: Callable[[], object]) -> int:

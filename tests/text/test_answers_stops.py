@@ -30,9 +30,6 @@ def shown(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(ends)[1]], True) if ends else (text, False)
 
 
-# --- text -------------------------------------------------------------------------------------------------
-
-
 @quick
 @given(letters, stop_lists, sizes)
 def test_any_cut_finds_what_a_search_in_the_whole_text_finds(

@@ -90,8 +90,6 @@ def test_what_a_template_can_do_is_found_by_trying(texts: dict[str, Text], name:
     assert differs == TRAITS[name]
 
 
-# --- conversations ------------------------------------------------------------------------------------------
-
 TWO = (said("A-ONE", look("ZEBRA", "c1"), look("LION", "c2")), result("R-ONE", "c1"), result("R-TWO", "c2"))
 CONVERSATIONS: Mapping[str, tuple[Sequence[ChatMessage], Sequence[Tool]]] = {
     "two systems": ((system("S-ONE"), system("S-TWO"), user("U-ONE")), ()),
@@ -189,9 +187,6 @@ def test_a_template_without_tools_is_told_in_words(texts: dict[str, Text]) -> No
     assert (
         "<|User|><tool_response>\nR-ONE\n</tool_response>\n<tool_response>\nR-TWO\n</tool_response>" in prompt
     )
-
-
-# --- what cannot be written ---------------------------------------------------------------------------------
 
 
 def text_with(folder: Path, template: str) -> Text:
@@ -301,9 +296,6 @@ def test_a_template_that_fails_while_it_is_tried_is_taken_as_it_is(
 
     monkeypatch.setattr(renderer, "render", render)
     assert Text(renderer).traits == TemplateTraits()
-
-
-# --- the parts of it ----------------------------------------------------------------------------------------
 
 
 def plain(turns: Sequence[ChatMessage], **traits: Any) -> list[dict[str, Any]]:

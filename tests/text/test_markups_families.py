@@ -125,9 +125,6 @@ def test_ten_thousand_calls_are_read_as_they_were_written(name: str) -> None:
         check(name, seed)
 
 
-# --- the table ----------------------------------------------------------------------------------------------
-
-
 def test_each_row_has_a_writer() -> None:
     assert WRITERS.keys() == FORMATS.keys()
     assert len(FORMATS) == len(CALLS)

@@ -99,9 +99,6 @@ PLACES = {
 }
 
 
-# --- what is enforced -------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schema", "valid", "invalid"), **named(KINDS))
 def test_a_kind_of_schema_in_every_place(
@@ -154,8 +151,6 @@ def test_many_kinds_at_once(grammars: Grammars, text: Text) -> None:
     schemas = text.relaxed(checked_tools(tools), True)
     grammars.compile("lark", call_grammar(schemas, JSON_STYLE))
 
-
-# --- what is known of the grammar library ------------------------------------------------------------------
 
 PIECES = st.sampled_from(
     ["a", "[a-z]", "[^/]", r"[\w.-]", r"[\w-.]", "[.*+?^${}()|]", "[a-]", "[z-a]", "[]", "[^]", "[[]", "(?<=",
@@ -245,9 +240,6 @@ def test_any_schemas_that_refer_to_each_other_make_a_tool(
     assert not Tool(grammars, text, schema | {"$defs": definitions}).takes(5)
 
 
-# --- what is left out -------------------------------------------------------------------------------------
-
-
 LOOK = "look-around, including look-ahead and look-behind, is not supported"
 COUNT = 'min/maxProperties only supported when all keys listed in "properties" are required'
 
@@ -297,8 +289,6 @@ def test_a_definition_is_named_once_by_its_own_place() -> None:
     assert relaxed({"x": parameters}, True)[1] == [f"tools.x.parameters.$defs.A.pattern: {LOOK}"]
 
 
-# --- the process that compiles ----------------------------------------------------------------------------
-
 #: Definitions of two properties each, all required, so that a value has 2 ** 40 parts.
 FORK = {
     "properties": {"v": {"$ref": "#/$defs/0"}},
@@ -347,8 +337,6 @@ def test_schemas_that_take_too_long_are_those_of_any_object(
     monkeypatch.setattr(renderer, "CPU_S", 0.0)
     assert text.relaxed({"x": FORK, "y": object_of(True)}, True)["x"] == {"type": "object"}
 
-
-# --- arguments that stand one by one ----------------------------------------------------------------------
 
 FIELDS = CallStyle("<call>", "\n", "</call>", field=("<p=", ">\n", "\n</p>\n"))
 

@@ -184,8 +184,6 @@ def test_every_token_has_a_name(loaded: dict[str, Loaded], kind: str) -> None:
         assert name
 
 
-# --- thoughts and calls -----------------------------------------------------------------------------------
-
 THINKS = Markup(("<think>", "</think>"))
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 

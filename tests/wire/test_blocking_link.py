@@ -223,9 +223,6 @@ def test_frames_of_many_threads_do_not_mix(pipe: Joined) -> None:
     assert sorted(seqs) == [received.seq for received in seen]
 
 
-# --- how sockets come to be -------------------------------------------------------------------------
-
-
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -136,9 +136,6 @@ def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:
     assert authority_hash(bytes(changed)) != expected
 
 
-# --- as bytes ---------------------------------------------------------------------------------------
-
-
 def test_keys_and_certificates_as_text() -> None:
     assert key_to_pem(key_from_pem(key_to_pem(KEY))) == key_to_pem(KEY)
     pair = [CERTIFICATE, AUTHORITY.certificate]

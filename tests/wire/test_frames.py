@@ -60,9 +60,6 @@ def refusal(payload: bytes, decoder: Decoder | None = None) -> Code:
     return caught.value.code
 
 
-# --- what is sent arrives ---------------------------------------------------------------------------
-
-
 @given(MESSAGE, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_every_message_arrives_as_it_was_sent(message: msg.Message, epoch: int, seq: int) -> None:
     assert read_all(open_decoder(), encode(message, epoch, seq)) == [Frame(message, epoch, seq)]
@@ -120,9 +117,6 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
     (frame,) = read_all(Decoder(), encode(message, 2**63 - 1, 2**63 - 1, MAX_OPENING_FRAME))
     assert isinstance(frame.message, msg.Error)
     assert len(frame.message.detail) == 1000
-
-
-# --- what may not be sent ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,9 +217,6 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
     assert encode(stop, 1, 1, size)
     with pytest.raises(LocalProtocolError):
         encode(stop, 1, 1, size - 1)
-
-
-# --- what is refused --------------------------------------------------------------------------------
 
 
 def ack_body(**changes: Any) -> dict[str, Any]:
@@ -445,9 +436,6 @@ def test_a_peer_before_its_welcome_gets_4_kib() -> None:
     assert refusal(payload, open_decoder()) is Code.FRAME_MALFORMED
 
 
-# --- memory -----------------------------------------------------------------------------------------
-
-
 def peak_bytes(decoder: Decoder, data: bytes, code: Code) -> int:
     tracemalloc.start()
     try:
@@ -505,9 +493,6 @@ def test_the_buffer_never_holds_more_than_a_frame_and_a_read() -> None:
         frames += len(read_all(decoder, stream[start : start + read]))
         assert decoder.pending <= 4 + MAX_FRAME
     assert frames == 3
-
-
-# --- noise ------------------------------------------------------------------------------------------
 
 
 def mutated(rng: random.Random, frame: bytes) -> bytes:

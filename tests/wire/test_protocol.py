@@ -28,9 +28,6 @@ def say(name: str) -> msg.Message:
     return next(message for kind, message in EXAMPLES.items() if kind.__name__ == name)
 
 
-# --- stories ----------------------------------------------------------------------------------------
-
-
 def test_the_life_of_a_decode_link() -> None:
     link = Pair.of(LinkKind.DECODE)
     link.down(say("Hello"))
@@ -231,9 +228,6 @@ def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str,
     assert pipe.upper.closed
 
 
-# --- order ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
 def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: LinkState) -> None:
     for side in Side:
@@ -354,9 +348,6 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
     )
 
 
-# --- the envelope -----------------------------------------------------------------------------------
-
-
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     stale = encode(msg.SessionEnd(), EPOCH - 1, 1) + encode(msg.Ack(1, 1, 1, 1), EPOCH + 1, 900)
@@ -416,9 +407,6 @@ def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> No
     assert caught.value.code is Code.FRAME_OVERSIZE
 
 
-# --- the end ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("link", "state"), [(k, s) for k, s in EVERYWHERE if s not in TERMINAL])
 def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: LinkState) -> None:
     upper = pair_in(link, state).upper
@@ -470,9 +458,6 @@ def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, m
         assert receiver.state is LinkState.FAILED
     else:
         assert [r.message for r in received] == [message]
-
-
-# --- two ends that are never at the same place ------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)

@@ -114,9 +114,6 @@ def closed(*ends: Secured) -> None:
             end.result().close()
 
 
-# --- who is let through -----------------------------------------------------------------------------
-
-
 def test_two_members_know_each_other(cluster: Cluster) -> None:
     server, client = handshake(cluster.server(), cluster.client())
     peer = judge_client(server.result(), "10.0.0.2")
@@ -263,9 +260,6 @@ def test_files_that_tls_cannot_use(cluster: Cluster, tmp_path: Path, garbage: by
         assert caught.value.code is Code.NOT_AUTHENTIC
 
 
-# --- a handshake that does not end ------------------------------------------------------------------
-
-
 def shaking(cluster: Cluster, sock: socket.socket, handshake_s: float) -> Secured:
     return in_background(
         lambda: wrap_blocking(sock, cluster.server(), server_side=True, handshake_s=handshake_s)
@@ -324,9 +318,6 @@ def test_who_is_refused_is_told_so(cluster: Cluster) -> None:
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         client.result().recv(100)
     closed(client)
-
-
-# --- records on their way ---------------------------------------------------------------------------
 
 
 class Wire:
@@ -422,9 +413,6 @@ def test_a_capture_shows_nothing_of_what_was_said(wire: Wire) -> None:
     assert b"FALCON" not in record_to_server(wire, b"FALCON-MERCURY-7749")
     wire.server.sendall(b"FALCON-MERCURY-7749")
     assert b"FALCON" not in wire.taken(wire.to_server)
-
-
-# --- as a socket ------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -131,8 +131,6 @@ async def gone(reader: asyncio.StreamReader) -> bool:
 
 Members = tuple[Member, Member]
 
-# --- who is heard -----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("alpn", [ALPN_CONTROL, ALPN_REQUESTS])
 async def test_a_member_is_heard(members: Members, alpn: str) -> None:
@@ -229,9 +227,6 @@ async def test_frames_between_members(members: Members) -> None:
         await upper.wait_closed()
 
 
-# --- who takes too long -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01"])
 async def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: bytes) -> None:
     async with house(members, handshake_s=0.2) as here:
@@ -325,9 +320,6 @@ async def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members
         await here.strangers(0)
 
 
-# --- what the system does ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
 async def test_an_accept_that_fails_is_tried_again(
     members: Members, monkeypatch: pytest.MonkeyPatch, number: int
@@ -385,9 +377,6 @@ async def test_when_the_doorman_goes_everything_is_closed(members: Members) -> N
         assert here.doorman.strangers == 0
         with pytest.raises(OSError, match="Connect call failed"):
             await here.plain()
-
-
-# --- knocking ---------------------------------------------------------------------------------------
 
 
 def opening(

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
@@ -16,9 +17,11 @@ from mlxtp.wire.blocking import BlockingLink, connect, listen
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Ack, Delta, Forward, Generate, Ping, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState, Received
+from mlxtp.wire.tls import ALPN_DECODE, TlsSocket, member_context_client, member_context_server, wrap_blocking
 
 from .forwards import of_prompt
-from .walk import EPOCH, pair_in
+from .members import founder, member_of
+from .walk import EPOCH, Pair, pair_in
 
 T = TypeVar("T")
 
@@ -43,31 +46,55 @@ def in_background(act: Callable[..., T], *args: object) -> Future[T]:
 class Joined:
     """Two links over a socket pair, in LOADED with uid 1 live. `upper_sock` is the upper side's socket."""
 
-    def __init__(
-        self, kind: LinkKind, state: LinkState = LinkState.LOADED, upper_timeout_s: float = TIMEOUT_S
-    ) -> None:
-        pair = pair_in(kind, state)
-        self.upper_sock, self.lower_sock = socket.socketpair()
-        self.upper = BlockingLink(self.upper_sock, pair.upper, upper_timeout_s)
-        self.lower = BlockingLink(self.lower_sock, pair.lower, TIMEOUT_S)
+    def __init__(self, pair: Pair, upper_sock: Any, lower_sock: Any, upper_timeout_s: float) -> None:
+        self.upper_sock, self.lower_sock = upper_sock, lower_sock
+        self.upper = BlockingLink(upper_sock, pair.upper, upper_timeout_s)
+        self.lower = BlockingLink(lower_sock, pair.lower, TIMEOUT_S)
 
-    def close(self) -> None:
-        self.upper.close()
-        self.lower.close()
+
+class Join(Protocol):
+    def __call__(self, kind: LinkKind, state: LinkState = ..., upper_timeout_s: float = ...) -> Joined: ...
+
+
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.slow)])
+def join(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Join]:
+    """A maker of links: a `BlockingLink` must not notice what carries it."""
+    made: list[Joined] = []
+
+    def joined(
+        kind: LinkKind, state: LinkState = LinkState.LOADED, upper_timeout_s: float = TIMEOUT_S
+    ) -> Joined:
+        ends: Any = socket.socketpair() if request.param == "plain" else secured(tmp_path)
+        made.append(Joined(pair_in(kind, state), *ends, upper_timeout_s))
+        return made[-1]
+
+    yield joined
+    for each in made:
+        each.upper.close()
+        each.lower.close()
+
+
+def secured(folder: Path) -> tuple[TlsSocket, TlsSocket]:
+    """Sockets of two members of a cluster."""
+    first = founder(folder)
+    second = member_of(first, folder)
+    server = member_context_server(first.credentials, [ALPN_DECODE])
+    client = member_context_client(second.credentials, ALPN_DECODE)
+    ours, theirs = socket.socketpair()
+    for sock in (ours, theirs):
+        sock.settimeout(TIMEOUT_S)
+    accepting = in_background(lambda: wrap_blocking(ours, server, server_side=True))
+    return wrap_blocking(theirs, client, server_side=False), accepting.result(TIMEOUT_S)
 
 
 @pytest.fixture
-def decode() -> Iterator[Joined]:
-    joined = Joined(LinkKind.DECODE)
-    yield joined
-    joined.close()
+def decode(join: Join) -> Joined:
+    return join(LinkKind.DECODE)
 
 
 @pytest.fixture
-def pipe() -> Iterator[Joined]:
-    joined = Joined(LinkKind.PIPE_LEADER)
-    yield joined
-    joined.close()
+def pipe(join: Join) -> Joined:
+    return join(LinkKind.PIPE_LEADER)
 
 
 def test_a_step_and_its_ack(decode: Joined) -> None:
@@ -94,15 +121,13 @@ def test_a_frame_larger_than_the_socket_buffers(decode: Joined) -> None:
     assert prompt == of_prompt(2, 0, len(tokens), tokens)
 
 
-def test_the_end_in_order() -> None:
-    joined = Joined(LinkKind.PIPE, LinkState.ENDED)
+def test_the_end_in_order(join: Join) -> None:
+    joined = join(LinkKind.PIPE, LinkState.ENDED)
     joined.lower.send(SessionEnd())
     joined.lower.close()
     ((_, message),) = joined.upper.receive()
     assert message == SessionEnd()
-    assert joined.upper.receive() == []
-    assert joined.upper.receive(timeout_s=TIMEOUT_S) == []
-    joined.close()
+    assert joined.upper.receive() == joined.upper.receive(timeout_s=TIMEOUT_S) == []
 
 
 def test_a_peer_that_is_gone(decode: Joined) -> None:
@@ -139,13 +164,12 @@ def test_a_peer_that_breaks_a_rule(decode: Joined) -> None:
 def test_a_rule_that_is_broken_here_sends_nothing(decode: Joined) -> None:
     with pytest.raises(LocalProtocolError):
         decode.lower.send(Delta((1,), (0,), (5,)))
-    decode.upper_sock.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        decode.upper_sock.recv(1)
+    with pytest.raises(LinkError, match="nothing came"):
+        decode.upper.receive(timeout_s=0.05)
 
 
-def test_a_peer_that_does_not_read() -> None:
-    joined = Joined(LinkKind.DECODE, upper_timeout_s=0.2)
+def test_a_peer_that_does_not_read(join: Join) -> None:
+    joined = join(LinkKind.DECODE, upper_timeout_s=0.2)
     tokens = tuple(range(500_000))
     with pytest.raises(LinkError, match=r"Forward was not taken within 0\.2 s") as caught:
         joined.upper.send(of_prompt(2, 0, len(tokens), tokens))
@@ -153,7 +177,6 @@ def test_a_peer_that_does_not_read() -> None:
     with pytest.raises(LinkError) as caught:
         joined.upper.send(Forward((1,), (2,)))
     assert caught.value.code is Code.LINK_LOST
-    joined.close()
 
 
 def test_a_peer_that_does_not_read_can_still_be_heard(pipe: Joined) -> None:
@@ -166,8 +189,8 @@ def test_a_peer_that_does_not_read_can_still_be_heard(pipe: Joined) -> None:
     sending.result(TIMEOUT_S)
 
 
-def test_waiting_outlasts_the_send_timeout() -> None:
-    joined = Joined(LinkKind.DECODE, upper_timeout_s=0.02)
+def test_waiting_outlasts_the_send_timeout(join: Join) -> None:
+    joined = join(LinkKind.DECODE, upper_timeout_s=0.02)
     received = in_background(joined.upper.receive)
     with pytest.raises(TimeoutError):
         received.result(0.1)
@@ -175,7 +198,6 @@ def test_waiting_outlasts_the_send_timeout() -> None:
     joined.lower.receive()
     joined.lower.send(Ack(seq, 1, 1, 0))
     assert len(received.result(TIMEOUT_S)) == 1
-    joined.close()
 
 
 def test_receive_with_a_deadline(decode: Joined) -> None:
@@ -201,7 +223,8 @@ def test_close_wakes_the_reader(decode: Joined, timeout_s: float | None) -> None
 def test_close_wakes_the_sender(decode: Joined) -> None:
     tokens = tuple(range(500_000))
     sending = in_background(decode.upper.send, of_prompt(2, 0, len(tokens), tokens))
-    decode.lower_sock.recv(1)  # it has begun
+    with pytest.raises(TimeoutError):
+        sending.result(0.1)  # it has begun
     decode.upper.close()
     with pytest.raises(LinkError):
         sending.result(TIMEOUT_S)

@@ -20,20 +20,12 @@ from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire import streams as module
 from mlxtp.wire.messages import Delta, Generate, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState, Session, Side
-from mlxtp.wire.streams import (
-    MAX_STRANGERS,
-    MAX_STRANGERS_PER_SOURCE,
-    Handler,
-    StreamLink,
-    TlsAcceptor,
-    open_tls,
-)
+from mlxtp.wire.streams import Handler, StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
     ALPN_JOIN,
     ALPN_REQUESTS,
-    HANDSHAKE_S,
     Peer,
     join_context,
     member_context_client,
@@ -238,10 +230,6 @@ async def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: b
         await here.strangers(0)
         assert here.doorman.turned_away == {"no handshake": 1}
         writer.close()
-
-
-def test_the_limits() -> None:
-    assert (HANDSHAKE_S, MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE) == (3.0, 32, 2)
 
 
 async def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -145,28 +144,6 @@ async def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
     assert len(lines(caplog, "is no longer left out: the same request ended")) == everywhere
 
 
-@pytest.mark.chaos
-@in_a_loop(seconds=2 * START_S)
-async def test_a_newcomer_with_a_bad_device_joins_over_the_ring(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests that the move meets are answered all the same."""
-    monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
-    worker = pretending(tmp_path, {"whole": True}, BROKEN)
-    async with joined(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second, client):
-        await serve_together(first, second)
-        group = first.parts.groups.shown.supervisor.status.group
-        assert (group.backend, group.world_size) == ("ring", 2)
-        assert ServingState.FAILED not in client.states
-        assert len(set(client.answers)) == 1
-        assert owner(first, second) is first.parts.groups.shown
-        ((failed, left_s),) = first.parts.machines.left_out()
-        assert "errno 22" in failed.reason
-        assert left_s > 0
-    [line] = lines(caplog, "it is left out for ")
-    assert "Changing queue pair" in line
-
-
 @asynccontextmanager
 async def joined(
     tmp_path: Path, worker: Sequence[str] = WORKER, **settings: Any
@@ -210,20 +187,6 @@ async def test_a_group_that_is_to_have_all_macs_takes_a_newcomer_along_once_it_i
         assert ServingState.FAILED not in client.states
         assert len(set(client.answers)) == 1
         assert owner(first, second) is first.parts.groups.shown
-
-
-@pytest.mark.chaos
-@in_a_loop(seconds=2 * START_S)
-async def test_a_newcomer_that_coordinates_leaves_a_group_to_its_owner(tmp_path: Path) -> None:
-    async with joined(tmp_path) as (first, second, client):
-        leadership = second.parts.node.leadership
-        await sees(lambda: leadership.claim == first.parts.node.leadership.claim)
-        leadership._follow(leadership._next_claim(second.parts.node.node_id), time.monotonic())
-        second.parts.node.gossip.beat()
-        await serve_together(first, second)
-        assert leadership.leading
-        assert owner(first, second) is first.parts.groups.shown
-        assert len(set(client.answers)) == 1
 
 
 @in_a_loop(seconds=2 * START_S)

@@ -82,29 +82,6 @@ def test_an_answer_that_comes_back_otherwise_costs_the_answer_alone(cluster: Clu
     assert ask(cluster, Generate(0, prompt, 8, DRAWN, places=(90, 145)), folder) >= 145
 
 
-def test_one_prompt_many_answers_at_once(cluster: Cluster, folder: Path) -> None:
-    prompt = new_tokens(Random(4), 120)
-    wanted = [
-        Generate(0, prompt, 30, Sampling(temperature=2.0, seed=seed), places=(60, 115)) for seed in range(5)
-    ]
-    outcomes = cluster.ask_all(wanted)
-    assert [outcome.tokens for outcome in outcomes] == [expected(each, folder).tokens for each in wanted]
-    cached = sorted(outcome.whole().cached for outcome in outcomes)
-    assert cached[0] == 0
-    assert cached[1] >= 115
-
-
-def test_what_a_cancelled_request_computed_is_used(cluster: Cluster, folder: Path) -> None:
-    random = Random(5)
-    prompt = new_tokens(random, 130)
-    request = cluster.start(prompt, 300, places=(70, 125), ignore_eos=True)
-    said = request.take(20)[:20]
-    request.close()
-    cluster.idle()
-    longer = (*prompt, *said[:10], *new_tokens(random, 20))
-    assert ask(cluster, Generate(0, longer, 20), folder) >= 125
-
-
 def test_conversations_over_http_share_their_system_prompt_and_turns_their_beginning(
     cluster: Cluster, folder: Path
 ) -> None:

@@ -8,10 +8,7 @@ a token's border. These seeds meet neither, and there are enough of them to see 
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -23,7 +20,7 @@ from mlxtp.api.backend import PLAIN, Sampling, Shaping
 from mlxtp.wire.messages import Generate
 
 from ..engine.small_models import change_weights, write_model
-from ..live_cluster import Cluster, Outcome, until
+from ..live_cluster import Cluster, Outcome
 from ..reference import TINY, Expected, expected, model_of, prompt_ids, random_text
 
 pytestmark = [pytest.mark.group, pytest.mark.fault]
@@ -163,12 +160,6 @@ def test_everything_is_right_in_company(cluster: Cluster, folder: Path) -> None:
     assert work.forwards[0] < sum(outcome.whole().generated for outcome in outcomes) / 3
 
 
-@pytest.mark.chaos
-def test_groups_of_a_kind_are_right(cluster: Cluster, folder: Path) -> None:
-    for kind in kinds(folder):
-        assert_right(cluster.ask_all(kind, at_once=5), kind, folder)
-
-
 def test_drafts_are_counted(cluster: Cluster, folder: Path) -> None:
     """Text that repeats itself by the rules, and text that repeats itself until chance has it otherwise."""
     wanted = [*copying(folder)[:3], *copying(folder, 0.2)[:3]]
@@ -194,25 +185,6 @@ def test_each_parameter_has_an_effect(folder: Path, name: str) -> None:
     assert expected(Generate(0, prompt(60), 30, sampling, shaping, ignore_eos=True), folder) != without
 
 
-def test_min_tokens_holds_the_end_back(cluster: Cluster, folder: Path) -> None:
-    _, eos = model_of(folder)
-    ends = Shaping(bias_tokens=tuple(eos), bias_values=(1000.0,) * len(eos))
-    for least in (0, 1, 5):
-        wanted = Generate(0, prompt(80), 20, shaping=replace(ends, min_tokens=least))
-        (outcome,) = cluster.ask_all([wanted])
-        assert outcome.tokens == expected(wanted, folder).tokens
-        assert len(outcome.tokens) == least
-        assert outcome.whole().reason == "stop"
-
-
-def test_end_tokens_can_be_ignored(cluster: Cluster, folder: Path) -> None:
-    _, eos = model_of(folder)
-    ends = Shaping(bias_tokens=tuple(eos), bias_values=(1000.0,) * len(eos))
-    (outcome,) = cluster.ask_all([Generate(0, prompt(81), 9, shaping=ends, ignore_eos=True)])
-    assert set(outcome.tokens) <= eos
-    assert (len(outcome.tokens), outcome.whole().reason) == (9, "length")
-
-
 def test_xtc_never_takes_out_an_end_token(cluster: Cluster, folder: Path) -> None:
     end = min(model_of(folder)[1])
     shaping = Shaping(bias_tokens=(end, 77), bias_values=(1001.0, 1000.0))
@@ -220,27 +192,6 @@ def test_xtc_never_takes_out_an_end_token(cluster: Cluster, folder: Path) -> Non
     (outcome,) = cluster.ask_all([Generate(0, prompt(82), 9, sampling, shaping)])
     assert outcome.tokens == ()
     assert outcome.whole().reason == "stop"
-
-
-def test_scores_are_of_the_logits_as_they_were(cluster: Cluster) -> None:
-    """Neither the temperature nor a bias is in them."""
-    plain = Generate(0, prompt(71), 1, logprobs=5, ignore_eos=True)
-    bent = replace(
-        plain,
-        sampling=Sampling(temperature=0.3, seed=1),
-        shaping=Shaping(bias_tokens=(77,), bias_values=(1000.0,)),
-    )
-    first, second = cluster.ask_all([plain, bent])
-    assert second.tokens == (77,)
-    assert [token for token, _ in first.scores[0].top] == [token for token, _ in second.scores[0].top]
-    assert second.scores[0].logprob < first.scores[0].logprob
-
-
-def test_a_scored_row_beside_unscored_ones_is_as_alone(cluster: Cluster, folder: Path) -> None:
-    mixed = [SCORED[1], *GREEDY[:4], SCORED[2], *SAMPLED[:4]]
-    outcomes = cluster.ask_all(mixed)
-    assert_right(outcomes, mixed, folder)
-    assert [len(outcome.scores) > 0 for outcome in outcomes] == [each.logprobs >= 0 for each in mixed]
 
 
 def drawn(seed: int) -> Generate:
@@ -254,27 +205,6 @@ def test_a_seed_is_a_text_and_another_seed_is_another(cluster: Cluster, folder: 
     assert [outcome.tokens for outcome in alone] == [outcome.tokens for outcome in reversed(together)]
     assert len({outcome.tokens for outcome in alone}) == len(seeds)
     assert [outcome.tokens for outcome in alone] == [expected(drawn(seed), folder).tokens for seed in seeds]
-
-
-def test_one_request_never_reseeds_another(cluster: Cluster) -> None:
-    """The same seed twice beside others, which come and go meanwhile."""
-    stays = cluster.start(drawn(5).tokens, 20, sampling=drawn(5).sampling, ignore_eos=True)
-    others = cluster.ask_all([replace(drawn(seed), max_tokens=seed % 7 + 1) for seed in (5, 5, 6, 7, 8)])
-    assert stays.finish()[0] == cluster.ask_all([drawn(5)])[0].tokens
-    assert others[0].tokens == others[1].tokens
-
-
-@pytest.mark.chaos
-def test_a_seed_is_the_same_text_in_the_next_epoch(folder: Path, tmp_path: Path) -> None:
-    with Cluster(tmp_path, model=folder) as cluster:
-        wanted = [drawn(5), drawn(6), GREEDY[-1], SHAPED[0]]
-        before = cluster.ask_all(wanted)
-        os.kill(cluster.pids()[1], signal.SIGKILL)
-        until(lambda: cluster.epoch == 2, "the next epoch")
-        cluster.wait_ready()
-        after = cluster.ask_all(wanted)
-    assert [outcome.tokens for outcome in before] == [outcome.tokens for outcome in after]
-    assert_right(after, wanted, folder)
 
 
 def test_measured_steps_decide_for_rows_together_and_change_no_text(
@@ -302,17 +232,3 @@ def test_measured_steps_decide_for_rows_together_and_change_no_text(
     assert stats[0].decode_widths > stats[0].decode_steps > 0
     assert stats[0].draft_gain > 0
     assert sum(stats[1].drafted) == 0
-
-
-def test_speculation_pays_where_text_is_copied(two_ranks: Cluster) -> None:
-    """Greedy answers of the embedded model: as one process gives them, in far fewer forwards."""
-    random = Random(4)
-    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(3)]
-    before = two_ranks.idle()
-    outcomes = two_ranks.ask_all([Generate(0, each, 80) for each in prompts], at_once=1)
-    work = two_ranks.idle() - before
-    generated = 0
-    for outcome, each in zip(outcomes, prompts, strict=True):
-        assert outcome.tokens == expected(Generate(0, each, 80), TINY).tokens
-        generated += outcome.whole().generated
-    assert work.forwards[0] < 0.6 * generated

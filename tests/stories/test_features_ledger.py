@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random as randomness
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -17,8 +15,6 @@ from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState
 from mlxtp.wire.messages import Generate
 
-from ..engine.engine_member import __file__ as MEMBER
-from ..engine.small_models import write_model
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected
 
@@ -30,11 +26,6 @@ GRAMMARS = (
     ("json_schema", '{"enum":[1,2,"three"]}'),
     *(("regex", wrong) for wrong in ("[a-z", "(a", "a{2,1}")),
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "small")
 
 
 def some_request(random: Random) -> Generate:
@@ -141,22 +132,6 @@ def test_random_schedules_leave_all_ledgers_equal(two_ranks: Cluster, folder: Pa
     assert [outcome.tokens for outcome in outcomes] == [expected(each, folder).tokens for each in probe]
 
 
-@pytest.fixture(scope="module")
-def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("orders")
-
-
-@pytest.fixture(scope="module")
-def erring(orders: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
-    assert MEMBER
-    with Cluster(tmp_path_factory.mktemp("erring"), worker=worker, model=folder) as cluster:
-        yield cluster
-
-
-DRAWN = Generate(0, (7, 8, 9, 10), 60, Sampling(temperature=20.0, seed=4), ignore_eos=True)
-
-
 def assert_found(cluster: Cluster, folder: Path, order: Path, *wanted: Generate, begun: int = 0) -> None:
     """Have a rank err, at once or after `begun` tokens: the epoch ends, and all answers are right."""
     right = [expected(each, folder).tokens for each in wanted]
@@ -175,26 +150,3 @@ def assert_found(cluster: Cluster, folder: Path, order: Path, *wanted: Generate,
     assert cluster.supervisor.status.reason.code is Code.DESYNC
     assert [request.finish()[0] for request in requests] == right
     assert cluster.epoch == epoch + 1
-
-
-@pytest.mark.parametrize("fault", ["another draw", pytest.param("another position", marks=pytest.mark.chaos)])
-def test_what_rank_1_does_differently_is_found_before_a_token_leaves_and_the_answer_goes_on(
-    erring: Cluster, orders: Path, folder: Path, fault: str
-) -> None:
-    assert erring.ask_all([DRAWN])[0].tokens == expected(DRAWN, folder).tokens
-    assert_found(erring, folder, orders / fault, DRAWN)
-
-
-def test_what_rank_1_would_have_drawn_does_not_matter_where_rank_0_decides(
-    erring: Cluster, orders: Path, folder: Path
-) -> None:
-    """Under `broadcast` its own choice is multiplied by nothing."""
-    shaped = Generate(0, DRAWN.tokens, 30, DRAWN.sampling, Shaping(presence_penalty=1.0), ignore_eos=True)
-    epoch = erring.epoch
-    (orders / "another draw").touch()
-    try:
-        (outcome,) = erring.ask_all([shaped])
-    finally:
-        (orders / "another draw").unlink()
-    assert outcome.tokens == expected(shaped, folder).tokens
-    assert erring.epoch == epoch

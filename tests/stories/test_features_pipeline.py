@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random as randomness
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,17 +232,3 @@ def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, P
         outcomes = cluster.ask_all(wanted)
         assert cluster.epoch == 1
     assert [each.tokens for each in outcomes] == [expected(each, folders["llama"]).tokens for each in wanted]
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("rank", [1, 0, 2])
-def test_a_stage_that_dies_costs_no_token(three: Cluster, folders: dict[str, Path], rank: int) -> None:
-    wanted = [
-        Generate(0, (7, 8, 9, seed), 60, Sampling(2.0, seed=seed), ignore_eos=True) for seed in range(10, 13)
-    ]
-    requests = [three.ask(each) for each in wanted]
-    for request in requests:
-        request.take(3)
-    os.kill(three.pids()[rank], signal.SIGKILL)
-    right = [expected(each, folders["llama"]).tokens for each in wanted]
-    assert [request.finish()[0] for request in requests] == right

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from random import Random
 from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Sampling
 from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
@@ -17,17 +15,6 @@ from ..reference import answer, chat_ids, endless_prompt, prompt_ids, random_tex
 pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 MAX_TOKENS = 60
-
-
-@pytest.fixture(
-    params=[
-        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("one_rank", "two_stages")),
-        "two_ranks",
-    ]
-)
-def cluster(request: pytest.FixtureRequest) -> Cluster:
-    found: Cluster = request.getfixturevalue(request.param)
-    return found
 
 
 def fresh(seed: int, length: int = 30) -> str:
@@ -106,14 +93,6 @@ def test_a_shared_beginning_is_computed_once(cluster: Cluster) -> None:
     assert cached[1] >= shared
 
 
-def test_four_answers_to_one_prompt_share_its_computation(cluster: Cluster) -> None:
-    prompt = prompt_ids(fresh(40))
-    seeds = [Generate(0, prompt, 8, Sampling(temperature=3.0, seed=seed)) for seed in range(4)]
-    cached = sorted(outcome.whole().cached for outcome in cluster.ask_all(seeds))
-    assert cached[0] < 20
-    assert cached[1:] == [len(prompt) - 1] * 3
-
-
 def test_four_choices_over_http(cluster: Cluster) -> None:
     question = "Well then, who are you?"  # the model has learned no answer to it
     body = cluster.chat(question, n=4, temperature=2.0, max_tokens=12, seed=5)
@@ -126,20 +105,6 @@ def test_four_choices_over_http(cluster: Cluster) -> None:
     assert details["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
 
 
-@pytest.mark.chaos
-def test_branches_of_one_beginning_do_not_disturb_each_other(cluster: Cluster) -> None:
-    """A running sequence, copies of it while it runs, and kept ones that are taken over."""
-    random = Random(50)
-    stem = prompt_ids(fresh(51, 40))
-    branches = [stem[: random.randint(20, len(stem))] for _ in range(10)]
-    running = cluster.start(stem, MAX_TOKENS)
-    running.take(1)
-    outcomes = cluster.ask_all([Generate(0, branch, 20) for branch in branches], at_once=4)
-    assert [outcome.tokens for outcome in outcomes] == [reference(branch, 20) for branch in branches]
-    assert all(outcome.whole().cached > 0 for outcome in outcomes)
-    assert running.finish()[0] == reference(stem, MAX_TOKENS)
-
-
 def test_a_cancelled_answer_leaves_what_it_computed(cluster: Cluster) -> None:
     prompt = (*prompt_ids(fresh(60)), *endless_prompt())
     request = cluster.start(prompt, 500)
@@ -149,17 +114,6 @@ def test_a_cancelled_answer_leaves_what_it_computed(cluster: Cluster) -> None:
     longer = (*prompt, *said)
     assert ask(cluster, longer, 10) >= len(prompt)
     assert ask(cluster, prompt, 10) == len(prompt) - 1
-
-
-@pytest.mark.parametrize("moment_s", [pytest.param(0.0, marks=pytest.mark.chaos), 0.05])
-def test_a_cancelled_prompt_leaves_the_chunks_that_were_computed(cluster: Cluster, moment_s: float) -> None:
-    prompt = prompt_ids("Repeat exactly: " + random_text(Random(61), 600))
-    request = cluster.start(prompt, 5)
-    request.accepted()
-    cluster.call(asyncio.sleep(moment_s))
-    request.close()
-    cluster.idle()
-    assert 0 <= ask(cluster, prompt, 5) < len(prompt)
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.chaos), True])

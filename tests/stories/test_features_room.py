@@ -13,7 +13,6 @@ from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, ModelError, RequestError
 from mlxtp.wire.messages import Generate
 
-from ..engine.families import FAMILIES
 from ..engine.small_models import write_model
 from ..live_cluster import Cluster, Request
 from ..reference import expected
@@ -23,11 +22,6 @@ pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 LAYERS, HEADS, HEAD_SIZE, NUMBER_BYTES = 2, 2, 16, 4
 WHOLE_TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * NUMBER_BYTES
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "small")
 
 
 GROUPS = {"one": {"ranks": 1}, "two": {"ranks": 2}, "stages": {"parallel": "pipeline", "split": "1,1"}}
@@ -206,28 +200,6 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
     assert len(set(work.forwards)) == len(set(work.collectives)) == 1
 
 
-@pytest.mark.chaos
-def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
-    cluster.load(folder, kv_bytes=room_for(cluster, 400))
-    first = Generate(0, prompt(10, 60), 4)
-    assert cluster.ask_all([first])[0].whole().cached == 0
-    assert cluster.ask_all([first])[0].whole().cached == 59
-    others = [Generate(0, prompt(seed, 60), 4) for seed in range(11, 20)]
-    assert_right(cluster.ask_all(others, at_once=1), others, folder)
-    assert cluster.ask_all([others[-1]])[0].whole().cached == 59
-    (again,) = cluster.ask_all([first])
-    assert again.whole().cached == 0
-    assert_right([again], [first], folder)
-
-
-def test_kept_caches_give_way_to_a_request_that_needs_all_the_room(cluster: Cluster, folder: Path) -> None:
-    cluster.load(folder, kv_bytes=room_for(cluster, 256))
-    small = [Generate(0, prompt(seed, 60), 4) for seed in range(20, 22)]
-    assert_right(cluster.ask_all(small, at_once=1), small, folder)
-    large = Generate(0, prompt(30, 200), 50)
-    assert_right(cluster.ask_all([large]), [large], folder)
-
-
 def test_the_context_can_be_made_shorter(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, max_context=64)
     assert "context of 64" in refused(cluster, Generate(0, prompt(1, 60), 5)).detail
@@ -264,32 +236,3 @@ def test_keys_that_cannot_be_quantized_are_refused_at_load(cluster: Cluster, fol
     fits = Generate(0, prompt(1, 60), 4)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert cluster.epoch == epoch
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("qwen3_5", "deepseek_v3"))],
-)
-def test_families_with_other_caches_serve_many_at_once(cluster: Cluster, tmp_path: Path, family: str) -> None:
-    """Windows of 8 tokens that rotate, recurrent states, latent attention."""
-    folder = write_model(tmp_path / family, model_type=family, **FAMILIES[family])
-    cluster.load(folder)
-    random = Random(3)
-    wanted = [
-        Generate(
-            0,
-            prompt(seed, random.choice((1, 5, 8, 9, 30))),
-            random.choice((1, 5, 20)),
-            Sampling(temperature=random.choice((0.0, 10.0)), seed=seed),
-            Shaping(frequency_penalty=random.choice((0.0, 0.0, 5.0))),
-            logprobs=random.choice((-1, 2)),
-        )
-        for seed in range(12)
-    ]
-    before = cluster.idle()
-    outcomes = cluster.ask_all(wanted)
-    work = cluster.idle() - before
-    assert_right(outcomes, wanted, folder)
-    generated = sum(outcome.whole().generated for outcome in outcomes)
-    assert len(set(work.forwards)) == 1
-    assert work.forwards[0] < generated / 2

@@ -16,7 +16,6 @@ from mlxtp.wire.messages import Generate
 
 from ..engine.families import FOUR, GEMMA, OWN, PIPELINE, QWEN_MOE
 from ..engine.families import WINDOWS as SOME
-from ..engine.mtp_heads import add_head
 from ..engine.small_models import write_model
 from ..live_cluster import Cluster
 from ..reference import expected
@@ -135,18 +134,3 @@ def test_rows_that_make_way_come_back(tmp_path: Path, name: str) -> None:
     with Cluster(tmp_path / "home", ranks=2, model=folder, kv_bytes=room) as ranks:
         wanted = some(20, 90, 130, 170)
         assert_right(ranks.ask_all(wanted, 4), wanted, folder)
-
-
-@pytest.mark.chaos
-def test_drafts_of_a_head_change_no_token(tmp_path: Path) -> None:
-    two = {"num_hidden_layers": 2, "layer_types": SOME[:2], "tie_word_embeddings": False}
-    folder = write(tmp_path / "headed", "llama", **two)
-    fitted = Generate(0, (9,), 150, ignore_eos=True)
-    add_head(folder, fitted.tokens, length=140)
-    with Cluster(tmp_path / "home", ranks=2, model=folder) as ranks:
-        wanted = [fitted, *some(30, 150)]
-        for at_once in (1, 3):
-            outcomes = ranks.ask_all(wanted, at_once)
-            assert_right(outcomes, wanted, folder)
-            assert outcomes[0].whole().accepted > 50
-            assert sum(outcome.whole().drafted - outcome.whole().accepted for outcome in outcomes) > 5

@@ -250,17 +250,6 @@ def test_a_model_that_any_rank_refuses_is_let_go_by_all_and_the_group_works(
     assert_the_group_works(group)
 
 
-@pytest.mark.chaos
-def test_refusals_may_follow_each_other(group: Group, lacking: Path, odd: Path, small: Path) -> None:
-    for _ in range(2):
-        refusal(group, lacking)
-        refusal(group, odd)
-    group.cluster.load(small)
-    group.cluster.unload()
-    assert_nothing_is_loaded(group.cluster)
-    assert_the_group_works(group)
-
-
 def test_one_model_after_another_in_one_epoch(group: Group, small: Path) -> None:
     cluster = group.cluster
     pids = cluster.pids()
@@ -298,21 +287,6 @@ def test_requests_on_a_model_that_is_taken_away_end_with_an_error(group: Group, 
     assert cluster.complete(prompt, 12)[0] == reference(prompt, 12, small)
     cluster.load("tiny")
     assert cluster.content(QUESTION) == ANSWER
-
-
-@pytest.mark.chaos
-def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
-    """The model itself as its draft: what it proposes is right, and goes when the model goes."""
-    cluster = group.cluster
-    cluster.unload()
-    cluster.load("tiny", draft="tiny")
-    prompt = prompt_ids(QUESTION)
-    tokens, end = cluster.complete(prompt, 64)
-    assert tokens == reference(prompt, 64)
-    assert end.drafted > 0
-    cluster.unload()
-    assert_nothing_is_loaded(cluster)
-    assert_the_group_works(group)
 
 
 def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(

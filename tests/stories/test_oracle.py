@@ -32,14 +32,6 @@ def step_by_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two ranks that know each token before they begin the next forward."""
-    home = tmp_path_factory.mktemp("lockstep")
-    with Cluster(home, run_ahead=0, speculation="off", prefix_cache=False) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def chunked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two ranks that take a prompt 16 tokens at a time."""
     home = tmp_path_factory.mktemp("chunked")
@@ -92,18 +84,6 @@ def test_the_streamed_answer_is_the_same(cluster: Cluster) -> None:
     assert len([c for c in choices if c["delta"].get("content")]) == len(reference(prompt_ids(QUESTION), 64))
 
 
-def test_usage_counts_what_was_read_and_made(two_ranks: Cluster) -> None:
-    usage = two_ranks.chat(QUESTION)["usage"]
-    assert usage["prompt_tokens"] == len(prompt_ids(QUESTION))
-    assert usage["completion_tokens"] == answer(prompt_ids(QUESTION), 64).generated
-
-
-def test_a_short_budget_is_said_to_be_the_reason(two_ranks: Cluster) -> None:
-    choice = two_ranks.chat(QUESTION, max_tokens=5)["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["content"] == spoken(reference(prompt_ids(QUESTION), 5))
-
-
 def test_rank_0_emits_every_token_once_and_the_others_none(two_ranks: Cluster) -> None:
     before = two_ranks.idle()
     chunks = two_ranks.stream(QUESTION)
@@ -125,21 +105,6 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(step_by_step: Cluster, n:
     assert work.emitted == (n, 0)
     # Winners come with the embeddings that the next step feeds: only the prompt's must be looked up.
     assert work.collectives == (1 + n * (2 * LAYERS + 1),) * 2
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("n", [5, 1, 2, 64])
-def test_lockstep_makes_the_same_tokens_in_as_many_forwards(lockstep: Cluster, n: int) -> None:
-    work, generated = counted(lockstep, prompt_ids(LONG), n)
-    assert generated == n
-    assert work.forwards == (n, n)
-
-
-@pytest.mark.chaos
-def test_an_end_token_ends_it_without_a_further_forward_in_lockstep(lockstep: Cluster) -> None:
-    work, generated = counted(lockstep, prompt_ids(QUESTION), 64)
-    assert generated < 64
-    assert work.forwards == (generated, generated)
 
 
 def test_running_ahead_costs_at_most_one_forward_at_an_end_token(step_by_step: Cluster) -> None:
@@ -184,14 +149,6 @@ def test_the_end_token_comes_exactly_at_the_limit(cluster: Cluster) -> None:
     assert said(cluster, prompt, short) == (whole.tokens, "length", short)
 
 
-def test_three_in_a_row(cluster: Cluster) -> None:
-    for text in ("ABC-123", "K-9", "ZEBRA-11"):
-        prompt = prompt_ids(f"Repeat exactly: {text}")
-        tokens, end = cluster.complete(prompt, 40)
-        assert tokens == reference(prompt, 40)
-        assert end.reason == answer(prompt, 40).reason
-
-
 def test_eight_at_once(cluster: Cluster) -> None:
     texts = ["ABC-123", "DOG-4", "HELLO", "K-9", "ZEBRA-11", "Q1W2", "TEN-10", "M-5"]
     prompts = [prompt_ids(f"Repeat exactly: {text}") for text in texts]
@@ -213,15 +170,6 @@ def test_fifty_requests_each_get_their_own_string_back(two_ranks: Cluster) -> No
     assert work.emitted == (sum(len(tokens) for tokens, _ in answers), 0)
     # Shared steps: far fewer forwards than tokens.
     assert work.forwards[0] < work.emitted[0] / 2 + 50
-
-
-def test_requests_of_different_lengths_join_and_leave_one_batch(two_ranks: Cluster) -> None:
-    budgets = [1, 2, 3, 7, 20, 40, 64, 5]
-    requests = [two_ranks.start(prompt_ids(LONG), budget) for budget in budgets]
-    for request, budget in zip(requests, budgets, strict=True):
-        tokens, end = request.finish()
-        assert tokens == reference(prompt_ids(LONG), budget)
-        assert how(end) == ("length", budget)
 
 
 def test_a_long_prompt_in_chunks_beside_a_running_stream(chunked: Cluster) -> None:
@@ -259,24 +207,6 @@ def test_a_cancelled_prompt_stops_between_its_chunks(chunked: Cluster) -> None:
     assert work.forwards[0] < chunks
     assert work.emitted == (0, 0)
     assert chunked.content(QUESTION) == SECRET
-
-
-def test_a_client_that_hangs_up_stops_the_ranks(two_ranks: Cluster) -> None:
-    before = two_ranks.idle()
-    with two_ranks.open_stream(LONG, max_tokens=2000) as events:
-        next(events)
-    work = two_ranks.idle() - before
-    assert work.forwards[0] < 2000
-    assert two_ranks.health()["open_requests"] == 0
-    assert two_ranks.content(QUESTION) == SECRET
-
-
-def test_others_go_on_when_one_of_them_goes_away(two_ranks: Cluster) -> None:
-    leaving = two_ranks.start(endless_prompt(), 3000)
-    staying = two_ranks.start(prompt_ids(LONG), 64)
-    leaving.take(3)
-    leaving.close()
-    assert staying.finish()[0] == reference(prompt_ids(LONG), 64)
 
 
 @pytest.mark.parametrize(

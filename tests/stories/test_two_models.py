@@ -33,6 +33,13 @@ from ..live_cluster import LIMITS, START_S, rank_processes
 pytestmark = pytest.mark.slow
 
 
+def of_one_mac(folder: Path, model: str, **more: bool) -> Settings:
+    where: dict[str, Any] = {"control_host": "127.0.0.1", "control_port": 0, "discovery": False}
+    return Settings(
+        folder / "home", "127.0.0.1", 0, 1, model, cluster=True, name="a", limits=LIMITS, **where, **more
+    )
+
+
 def group_of(agent: Agent, deployment: str) -> Group:
     (group,) = agent.parts.groups.replicas_of(deployment)
     return group
@@ -74,10 +81,7 @@ async def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
     monkeypatch.setattr(overview, "CHECK_S", 0.1)
     monkeypatch.setattr(tokenizer, "SandboxedRenderer", SandboxedRenderer)  # shared with no other agent
     shutil.copytree(embedded_model_path(), other)
-    settings = Settings(
-        tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
-        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
-    )  # fmt: skip
+    settings = of_one_mac(tmp_path, "tiny")
     async with running_agent(settings) as agent:
         desired, gateway = agent.parts.node.desired, agent.parts.gateway
         await sees(lambda: len(gateway.models()) == 1)
@@ -138,10 +142,7 @@ async def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_n
         ]
 
     monkeypatch.setattr(Machines, "members", shrunk)
-    settings = Settings(
-        tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
-        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS, model_given=True,
-    )  # fmt: skip
+    settings = of_one_mac(tmp_path, "tiny", model_given=True)
     async with running_agent(settings) as agent:
         gateway, desired = agent.parts.gateway, agent.parts.node.desired
 
@@ -177,11 +178,7 @@ async def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: 
     """A folder of the same name stands for it. Requests get an answer of one or the other at any time."""
     for number in (1, 2):
         shutil.copytree(embedded_model_path(), tmp_path / str(number) / "model")
-    settings = Settings(
-        tmp_path / "home", "127.0.0.1", 0, 1, str(tmp_path / "1" / "model"), cluster=True, name="a",
-        control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
-        model_given=True,
-    )  # fmt: skip
+    settings = of_one_mac(tmp_path, str(tmp_path / "1" / "model"), model_given=True)
     async with running_agent(settings) as agent:
         gateway = agent.parts.gateway
         await sees(lambda: len(gateway.models()) == 1)

@@ -75,7 +75,7 @@ from mlxtp.wire.peer_messages import (
 )
 from mlxtp.wire.rank_stats import RankStats
 
-from .forwards import of_prompt, of_prompts
+from .forwards import of_prompt
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(
@@ -152,16 +152,10 @@ EXAMPLES: dict[type[msg.Message], msg.Message] = {
         msg.Bootstrap(0, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1),
         msg.SideChannel(1, b"abcd"),
         msg.Gathered(0, b"", "rank 1 is gone"),
-        msg.Forward((1,), (2,)),
-        of_prompt(1, 0, 3, (5, 6, 7)),
-        of_prompts((1, 2), (3, 1), (0, 0), (5, 6, 7, 8), samplings=(msg.Sampling(), msg.Sampling(0.5))),
-        msg.Forward((1, 2), (2, 5), (2, 1), (7, 8, 9), drafts=3),
-        of_prompt(1, 0, 3, (5, 6), following=7),
         of_prompt(1, 2, 3, (7,), drafts=1),
         msg.ChosenTokens(1, (7,)),
         msg.SessionStop(1, "stop", 3),
         msg.Evict((1,)),
-        msg.Arrange((64, 64, 1024)),
         msg.Arrange((64, 64), lanes=(0, 1)),
         msg.Spill(1, 0, 2, b"d" * 16),
         msg.FetchBlocks(1, 256, b"d" * 32),
@@ -171,20 +165,16 @@ EXAMPLES: dict[type[msg.Message], msg.Message] = {
         msg.Error(Code.INTERNAL, "it broke", 0),
         msg.Init(),
         msg.SanityCheck(),
-        msg.LoadShard("/models/tiny", 512, (2,)),
-        msg.LoadShard("/models/tiny", 512, (2,), split=(40, 24)),
         msg.LoadShard("/models/tiny", 512, (2,), counted=(msg.CountedShare(1 << 30, 2048),)),
         msg.KvBudget(1 << 30),
         msg.Unload(),
         msg.Shutdown(),
         msg.InitDone(0, 2),
         msg.SanityDone(2, (0, 1), 0xDEADBEEF),
-        msg.Loaded(2048, 4096, 1 << 20, (2,)),
         msg.Loaded(2048, 4096, 1 << 20, (2,), layers=(24, 25)),
         msg.Done(),
         msg.TimeCollectives("sum", 1024, 8),
         msg.CollectivesTimed(0.25, False),
-        msg.Generate(1, (5, 6, 7), 100),
         msg.Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2), batch=True),
         msg.Accepted(1),
         msg.Prefilled(1, 512, 128),

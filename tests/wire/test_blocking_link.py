@@ -146,13 +146,6 @@ def test_sending_to_a_peer_that_is_gone(decode: Joined) -> None:
     assert caught.value.code is Code.LINK_LOST
 
 
-def test_half_a_frame_and_the_end(decode: Joined) -> None:
-    decode.lower_sock.sendall(encode(Ack(1, 1, 1, 0), EPOCH, 9)[:10])
-    decode.lower.close()
-    with pytest.raises(LinkError, match="in the middle of a frame"):
-        decode.upper.receive()
-
-
 def test_a_peer_that_breaks_a_rule(decode: Joined) -> None:
     decode.lower_sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, decode.lower.protocol.seq + 1))
     with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):

@@ -77,13 +77,6 @@ def test_how_the_stream_is_cut_does_not_matter(messages: list[msg.Message], data
     assert decoder.pending == 0
 
 
-def test_one_byte_at_a_time() -> None:
-    stream = b"".join(encode(message, 1, seq) for seq, message in enumerate(EXAMPLES.values()))
-    decoder = open_decoder()
-    frames = [frame for byte in stream for frame in read_all(decoder, bytes([byte]))]
-    assert [frame.message for frame in frames] == list(EXAMPLES.values())
-
-
 def test_the_longest_request_fits_a_frame() -> None:
     message = fullest_generate(msg.MAX_FRAME_TOKENS)
     assert read_all(open_decoder(), encode(message, 2**63 - 1, 2**63 - 1)) == [

@@ -18,8 +18,8 @@ import pytest
 
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire import streams as module
-from mlxtp.wire.messages import Delta, Generate, SessionEnd
-from mlxtp.wire.session import LinkKind, LinkState, Session, Side
+from mlxtp.wire.messages import SessionEnd
+from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import Handler, StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
@@ -34,7 +34,6 @@ from mlxtp.wire.tls import (
 
 from .members import Member, founder, member_of
 from .test_tls import careless
-from .walk import pair_in
 
 pytestmark = pytest.mark.slow
 
@@ -195,28 +194,6 @@ async def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: 
 def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
     plain, _ = listener.accept()
     return context.wrap_socket(plain, server_side=True)
-
-
-async def test_frames_between_members(members: Members) -> None:
-    pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
-    asked = Generate(2, tuple(range(500_000)), 10)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
-        lower = StreamLink(reader, writer, pair.lower)
-        ((_, request),) = await lower.receive()
-        assert request == asked
-        lower.send(Delta((2,), (0,), (50,)))
-        await lower.drain()
-
-    async with house(members, answer) as here:
-        upper = StreamLink(*await here.member(), pair.upper)
-        upper.send(asked)
-        await upper.drain()
-        assert [received.message for received in await upper.receive()] == [Delta((2,), (0,), (50,))]
-        with pytest.raises(LinkError, match="rank 0 is gone, in state loaded"):
-            await upper.receive()
-        upper.close()
-        await upper.wait_closed()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01"])

@@ -12,7 +12,6 @@ import pytest
 from mlxtp.text.answers import LONG_TEXT, MOST_LONG_TEXTS
 from mlxtp.text.calls import CallReader
 from mlxtp.text.conversation import Tool
-from mlxtp.text.markups import Markup
 
 from .reading import ADD, FORMATS, MARKUPS, SEARCH, WRITE, Read, parser, pieces, read, tool
 
@@ -72,13 +71,6 @@ def test_thoughts_of_each_markup(opens: str) -> None:
     ]
     reads(stories, {"markup": markup})
     reads([(f"{opens}\nhm{closes}yes", seen("yes", "hm"))], {"markup": markup, "thinking": True})
-
-
-def test_a_wrapper_of_the_answer_is_not_shown() -> None:
-    hunyuan = Markup(("<think>", "</think>"), ("<answer>", "</answer>"))
-    reads(
-        [("<think>\nhm\n</think>\n<answer>\nyes <b>\n</answer>", seen("yes <b>", "hm"))], {"markup": hunyuan}
-    )
 
 
 CONTENT = "<x>\n<parameter>1</parameter>\n</x>"

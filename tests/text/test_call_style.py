@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tokenizers import AddedToken
 
 from mlxtp.api.sampling import Guidance, guidance
-from mlxtp.engine.grammar import Grammars, Matcher, unpack
+from mlxtp.engine.grammar import Grammars, unpack
 from mlxtp.text.answers import AnswerParser, ReadingPlan
 from mlxtp.text.call_style import Separators, call_style
 from mlxtp.text.calls import CallReader
@@ -138,123 +139,101 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 ANSWER = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 
 
-@cache
-def loaded(name: str, folder: Path) -> tuple[Text, Path, int]:
-    family = FAMILIES[name]
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(list(family.specials))
-    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in family.added])
-    path = save(tokenizer, folder, family.template)
-    end = tokenizer.token_to_id(IM[1] if IM[1] in family.specials else family.end)
-    assert end is not None
-    return Text(LocalRenderer.load(path)), path, end
+@dataclass(frozen=True)
+class Model:
+    """A model of a family, and the grammars that hold its answers."""
+
+    text: Text
+    end: int
+    grammars: Grammars
+
+    def held(self, choice: str, format_: Any = None) -> Guidance:
+        prompt = Conversation((ChatMessage("user", "go"),), TOOLS, choice, thinking=False)
+        request = GenerationRequest(None, prompt, GenerationOptions(format=format_))
+        return guidance(request, self.text, (self.end,))
+
+    def takes(self, held_to: Guidance, answer: str) -> bool:
+        """Return whether the grammar allows the answer to its end."""
+        matcher = self.grammars.compile(*held_to.grammar).matcher()
+        for token in self.text.encoded(answer, special=False):
+            if not unpack(matcher.mask(), 400)[token]:
+                return False
+            matcher.accept(token)
+        return matcher.complete
+
+    def written(self, name: str) -> str:
+        """Return a call with ARGUMENTS as the template writes it in the next turn's prompt."""
+        asked = (ChatMessage("user", "go"),)
+        answer = ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
+        prompt = self.text.rendered(Conversation(asked, TOOLS, thinking=False))
+        written = self.text.rendered(Conversation((*asked, answer), TOOLS, thinking=False), False)
+        if not written.startswith(prompt):  # an earlier turn has no empty thought
+            written = written.replace(
+                "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+            )
+        assert written.startswith(prompt)
+        return written[len(prompt) :].partition(FAMILIES[name].end)[0]
 
 
-def held(text: Text, end: int, choice: str, format_: Any = None, tools: tuple[Tool, ...] = TOOLS) -> Guidance:
-    prompt = Conversation((ChatMessage("user", "go"),), tools, choice, thinking=False)
-    return guidance(GenerationRequest(None, prompt, GenerationOptions(format=format_)), text, (end,))
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Callable[[str], Model]]:
+    """The model of a family, by its name."""
+    with ExitStack() as stack:
 
+        def loaded(name: str) -> Model:
+            family = FAMILIES[name]
+            tokenizer = byte_level()
+            tokenizer.add_special_tokens(list(family.specials))
+            tokenizer.add_tokens([AddedToken(each, normalized=False) for each in family.added])
+            path = save(tokenizer, tmp_path, family.template)
+            end = tokenizer.token_to_id(IM[1] if IM[1] in family.specials else family.end)
+            text = Text(LocalRenderer.load(path))
+            grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
+            stack.callback(grammars.close)
+            return Model(text, end, grammars)
 
-def rest_of_prompt(text: Text, answer: ChatMessage) -> str:
-    """Return what the next turn's prompt has in place of an answer."""
-    asked = (ChatMessage("user", "go"),)
-    prompt = text.rendered(Conversation(asked, TOOLS, thinking=False))
-    written = text.rendered(Conversation((*asked, answer), TOOLS, thinking=False), False)
-    if not written.startswith(prompt):  # an earlier turn has no empty thought
-        written = written.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert written.startswith(prompt)
-    return written[len(prompt) :]
-
-
-def accepted(grammars: Grammars, held_to: Guidance, tokens: tuple[int, ...]) -> Matcher:
-    matcher = grammars.compile(*held_to.grammar).matcher()
-    for token in tokens:
-        assert unpack(matcher.mask(), 400)[token], "the grammar refuses what the template writes"
-        matcher.accept(token)
-    return matcher
+        yield loaded
 
 
 FOLLOWED = [name for name in FAMILIES if name != "numbered"]
+Load = Callable[[str], Model]
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
-    text, path, end = loaded(name, tmp_path)
-    written = rest_of_prompt(
-        text, ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
-    )
-    tokens = text.encoded(written.partition(FAMILIES[name].end)[0], special=False)
-    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
-    try:
-        required = held(text, end, REQUIRED)
-        assert accepted(grammars, required, tokens).complete
-        beside = held(text, end, AUTO, ANSWER)
-        assert accepted(grammars, beside, tokens).complete
-        prefix = text.answer_prefix
-        key = ":" if name == "compact" else ": "
-        answer = text.encoded(f'{prefix}{{"n"{key}5}}', special=False)
-        assert accepted(grammars, beside, answer).complete
-        with pytest.raises(AssertionError, match="refuses"):
-            accepted(grammars, required, answer)
-    finally:
-        grammars.close()
-
-
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_a_forced_call_is_read_back(name: str, tmp_path: Path) -> None:
-    text, _, end = loaded(name, tmp_path)
-    written = rest_of_prompt(
-        text, ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
-    )
-    required = held(text, end, REQUIRED)
-    assert required.calls is text.tool_calls
+def test_a_forced_call_is_written_as_the_template_writes_it_and_read_back(model: Load, name: str) -> None:
+    found = model(name)
+    written, required, beside = found.written(name), found.held(REQUIRED), found.held(AUTO, ANSWER)
+    assert found.takes(required, written)
+    assert found.takes(beside, written)
+    answer = f'{found.text.answer_prefix}{{"n":{"" if name == "compact" else " "}5}}'
+    assert found.takes(beside, answer)
+    assert not found.takes(required, answer)
+    assert required.calls is found.text.tool_calls
     assert not required.forced
-    reading, parts = AnswerParser(ReadingPlan(text.markup, calls=CallReader(required.calls, TOOLS))), []
-    for piece, special in pieces(
-        written.partition(FAMILIES[name].end)[0], FAMILIES[name].specials, Random(name)
-    ):
+    plan = ReadingPlan(found.text.markup, calls=CallReader(required.calls, TOOLS))
+    reading, parts = AnswerParser(plan), []
+    for piece, special in pieces(written, FAMILIES[name].specials, Random(name)):
         parts += reading.push(piece, special)
-    parts += reading.finish(cut=False)
-    assert collected(parts) == Read(calls=(("write", ARGUMENTS),))
+    assert collected([*parts, *reading.finish(cut=False)]) == Read(calls=(("write", ARGUMENTS),))
 
 
-def test_a_call_with_its_id_in_it_is_forced_as_plain_json(tmp_path: Path) -> None:
-    text, _, end = loaded("numbered", tmp_path)
-    assert text.call_style((end,)) is None
-    assert held(text, end, REQUIRED).forced
+def test_a_call_with_its_id_in_it_is_forced_as_plain_json_and_may_still_come(model: Load) -> None:
+    found = model("numbered")
+    assert found.text.call_style((found.end,)) is None
+    assert found.held(REQUIRED).forced
+    for answer in ('<tool_call>\n{"name": "ls", "arguments": {}, "id": "1"}\n</tool_call>', '{"n": 5}'):
+        assert found.takes(found.held(AUTO, ANSWER), answer)
 
 
-def test_a_call_whose_text_cannot_be_followed_may_still_come_instead_of_json(tmp_path: Path) -> None:
-    text, path, end = loaded("numbered", tmp_path)
-    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
-    beside = held(text, end, AUTO, ANSWER)
-    try:
-        for answer in ('<tool_call>\n{"name": "ls", "arguments": {}, "id": "1"}\n</tool_call>', '{"n": 5}'):
-            assert accepted(grammars, beside, text.encoded(answer, special=False)).complete
-    finally:
-        grammars.close()
+def test_json_has_the_separators_of_the_templates_calls(model: Load) -> None:
+    found = model("compact")
+    assert found.text.call_style((found.end,)).separators == Separators(",", ":")
+    assert not found.takes(found.held(AUTO, ANSWER), '{"n": 5}')
 
 
-def test_json_has_the_separators_of_the_templates_calls(tmp_path: Path) -> None:
-    text, path, end = loaded("compact", tmp_path)
-    style = text.call_style((end,))
-    assert style is not None
-    assert style.separators == Separators(",", ":")
-    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
-    try:
-        beside = held(text, end, AUTO, ANSWER)
-        assert accepted(grammars, beside, text.encoded('{"n":5}', special=False)).complete
-        with pytest.raises(AssertionError, match="refuses"):
-            accepted(grammars, beside, text.encoded('{"n": 5}', special=False))
-    finally:
-        grammars.close()
-
-
-def test_arguments_in_xml_have_a_style_of_their_own(tmp_path: Path) -> None:
-    text, _, end = loaded("qwen3_coder", tmp_path)
-    style = text.call_style((end,))
-    assert style is not None
-    assert style.field is not None
+def test_arguments_in_xml_have_a_style_of_their_own(model: Load) -> None:
+    found = model("qwen3_coder")
+    style = found.text.call_style((found.end,))
     before_key, between, after_value = style.field
     call = f"{style.before}f{style.between}{before_key}k{between}v{after_value}{style.after}"
     assert call == "<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>"
@@ -266,24 +245,23 @@ def test_a_template_that_repeats_names_and_values_is_read_in_linear_time() -> No
     assert call_style(lambda *_: f"<tool_call>probe_name{written}", JSON_CALLS, []) is None
 
 
-def test_an_answer_of_gpt_oss_begins_with_its_channel(tmp_path: Path) -> None:
-    text, _, _ = loaded("harmony", tmp_path)
-    assert text.answer_prefix == "<|channel|>final<|message|>"
+def test_an_answer_of_gpt_oss_begins_with_its_channel(model: Load) -> None:
+    assert model("harmony").text.answer_prefix == "<|channel|>final<|message|>"
 
 
-def test_a_call_that_must_not_come_has_its_first_token_banned(tmp_path: Path) -> None:
-    text, _, end = loaded("hermes", tmp_path)
-    none = held(text, end, "none")
-    assert none.banned == text.encoded("<tool_call>", special=False)
+def test_a_call_that_must_not_come_has_its_first_token_banned(model: Load) -> None:
+    found = model("hermes")
+    none = found.held("none")
+    assert none.banned == found.text.encoded("<tool_call>", special=False)
     assert (none.calls, none.dropped) == (None, False)
     assert none.grammar == ("", "")
 
 
 @pytest.mark.parametrize("name", ["llama", "harmony"])
 def test_calls_that_no_token_begins_are_left_out_of_an_answer_that_may_be_anything(
-    name: str, tmp_path: Path
+    model: Load, name: str
 ) -> None:
-    text, _, end = loaded(name, tmp_path)
-    none = held(text, end, "none")
-    assert (none.calls, none.dropped) == (text.tool_calls, True)
-    assert not held(text, end, "none", ANSWER).dropped  # JSON that looks like a call is the answer
+    found = model(name)
+    none = found.held("none")
+    assert (none.calls, none.dropped) == (found.text.tool_calls, True)
+    assert not found.held("none", ANSWER).dropped  # JSON that looks like a call is the answer

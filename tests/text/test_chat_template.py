@@ -260,15 +260,6 @@ def test_ids_get_the_length_that_the_template_wants(tmp_path: Path, form: str) -
     )
 
 
-def test_where_the_template_begins_no_answer_the_user_speaks_last(texts: dict[str, Text]) -> None:
-    assert texts["mistral"].rendered(Conversation((system("S"),))).endswith("[INST][/INST]")
-    assert (
-        texts["qwen"]
-        .rendered(Conversation((user("U"), said("A"))))
-        .endswith("A<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    )
-
-
 @pytest.mark.parametrize(("status", "least", "most"), [(400, 2, 9), (504, 1, 1)])
 def test_a_template_that_is_too_slow_is_not_rendered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, least: int, most: int

@@ -225,40 +225,30 @@ def _floats(low: float, high: float, min_items: int, max_items: int) -> st.Searc
 _printable = st.characters(codec="utf-8").filter(str.isprintable)
 
 
-def _addresses(max_items: int) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.lists(st.text(_printable, max_size=60), max_size=max_items).map(tuple)
+def _lists(item: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(item, max_size=most).map(tuple)
 
 
-_rank = st.integers(0, msg.MAX_RANKS - 1)
-_size = st.integers(1, msg.MAX_RANKS)
 _count = st.integers(0, msg.U63)
 _u32 = st.integers(0, msg.U32)
 _uid = st.integers(1, msg.U32)
 _context = st.integers(1, msg.MAX_CONTEXT)
+_place = st.integers(0, msg.MAX_CONTEXT)
 _seconds = st.floats(0.0, 1e9)
 _token = st.integers(0, 2**31 - 1)
-_token_lists = _ints(0, 2**31 - 1, 1, 40)
-_agreement = st.sampled_from(("verify", "broadcast"))
-_proof = st.binary(max_size=32)
+_tokens = _ints(0, 2**31 - 1, 0, 40)
+_some_tokens = _ints(0, 2**31 - 1, 1, 40)
+_uids = _ints(1, msg.U32, 0, 40)
+_some_uids = _ints(1, msg.U32, 1, 40)
 _text = st.text(_printable, max_size=100)
 _raw = st.text(st.characters(codec="utf-8"), max_size=100)
 _short = st.text(_printable, max_size=8)
-_node = st.text("0123456789abcdef", max_size=32)
-_nodes = st.lists(_node.filter(bool), max_size=64).map(tuple)
-_epoch = st.integers(1, msg.U63)
 _name = st.text(_printable, max_size=64)
-_group = st.just("") | st.builds(
-    "{}#{}".format, st.text(_printable, min_size=1, max_size=20), st.integers(0, 99)
-)
-_one_group = _group.filter(bool)
-_split = _ints(1, msg.MAX_LAYERS, 0, msg.MAX_RANKS)
-_certificate = st.binary(min_size=1, max_size=1500)
-_nonce = st.binary(min_size=32, max_size=32)
+_node = st.text("0123456789abcdef", max_size=32)
+_one_group = st.builds("{}#{}".format, st.text(_printable, min_size=1, max_size=20), st.integers(0, 99))
 _digest = st.binary(min_size=msg.DIGEST_BYTES, max_size=msg.DIGEST_BYTES)
-_reason = st.sampled_from(("stop", "length", "cancel"))
-_phase = st.sampled_from(
-    ("starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing")
-)
+_nonce = st.binary(min_size=32, max_size=32)
+_big = st.integers(0, 2**53)
 
 SAMPLING = st.builds(
     msg.Sampling,
@@ -282,302 +272,214 @@ SHAPING = st.builds(
     _raw,
 )
 
-_STRATEGIES: dict[type[msg.Message], st.SearchStrategy[msg.Message]] = {
-    msg.Hello: st.builds(msg.Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
-    msg.Welcome: st.builds(msg.Welcome, _u32, _proof),
-    msg.Pong: st.builds(
-        msg.Pong,
-        _phase,
-        _seconds,
-        _count,
-        _count,
-        _text,
-        st.builds(
-            RankStats,
-            *(_count,) * 24,
-            *(_ints(0, 2**32 - 1, 0, 8),) * 3,
-            _count,
-            _count,
-            _seconds,
-            st.booleans(),
-        ),
-        _count,
-    ),
-    msg.Bootstrap: st.builds(
-        msg.Bootstrap,
-        _rank,
-        _size,
-        st.sampled_from(("none", "ring", "jaccl")),
-        st.lists(_text, max_size=msg.MAX_RANKS).map(tuple),
-        _text,
-        st.binary(min_size=32, max_size=32),
-        _seconds,
-        _seconds,
-        st.integers(0, 1),
-        _seconds,
-        _seconds,
-        st.sampled_from(("auto", "broadcast-draws")),
-        st.sampled_from(("auto", "off", "lookup", "mtp", "draft")),
-        st.lists(st.sampled_from(("", "rdma_en5", "rdma_en3,rdma_en4")), max_size=msg.MAX_RANKS**2).map(
-            tuple
-        ),
-        st.booleans(),
-        st.booleans(),
-        _seconds,
-        st.lists(_short, max_size=msg.MAX_RANKS).map(tuple),
-        disk_folder=_raw,
-        disk_bytes=_count,
-    ),
-    msg.ChosenTokens: st.builds(msg.ChosenTokens, _count, _token_lists),
-    msg.SideChannel: st.builds(msg.SideChannel, st.integers(1, msg.MAX_ROUNDS), st.binary(max_size=300)),
-    msg.Gathered: st.builds(msg.Gathered, st.integers(0, msg.MAX_ROUNDS), st.binary(max_size=2400), _text),
-    msg.Forward: st.builds(
-        msg.Forward,
-        _ints(1, msg.U32, 1, 40),
-        _ints(0, msg.MAX_CONTEXT, 1, 40),
-        _ints(0, msg.MAX_FRAME_TOKENS, 0, 40),
-        _ints(0, 2**31 - 1, 0, 40),
-        _ints(1, msg.U32, 0, 40),
-        _agreement,
-        st.integers(msg.RESTS, msg.MAX_DRAFTS),
-        st.lists(
-            st.builds(
-                msg.PromptPart,
-                _context,
-                _u32,
-                st.booleans(),
-                SAMPLING,
-                _u32,
-                _ints(1, msg.U32, 0, 40),
-                _token,
-            ),
-            max_size=msg.MAX_PROMPTS,
-        ).map(tuple),
-    ),
-    msg.SessionStop: st.builds(
-        msg.SessionStop,
-        _uid,
-        st.sampled_from(("stop", "length", "cancel", "preempt", "error")),
-        _count,
-        st.integers(0, msg.MAX_CONTEXT),
-        _ints(1, msg.U32, 0, 40),
-    ),
-    msg.Evict: st.builds(msg.Evict, _ints(1, msg.U32, 0, 40)),
-    msg.Arrange: st.builds(msg.Arrange, _ints(1, msg.MAX_ROOM, 0, 40), st.booleans()),
-    msg.Spill: st.builds(
-        msg.Spill, _uid, st.integers(0, msg.MAX_CONTEXT), _context, _digest, st.just(b"") | _digest
-    ),
-    msg.FetchBlocks: st.builds(
-        msg.FetchBlocks, _uid, _context, st.binary(min_size=msg.DIGEST_BYTES, max_size=300)
-    ),
-    msg.FetchedBlocks: st.builds(msg.FetchedBlocks, _uid, st.integers(0, msg.MAX_BLOCKS)),
-    msg.Restore: st.builds(msg.Restore, _uid, st.integers(0, msg.MAX_BLOCKS), st.booleans()),
-    msg.KvBudget: st.builds(msg.KvBudget, _count, st.booleans()),
-    msg.Ack: st.builds(msg.Ack, _count, _count, _count, _u32, _count, _count),
-    msg.Error: st.builds(msg.Error, st.sampled_from(Code), _text, _u32),
-    msg.LoadShard: st.builds(
-        msg.LoadShard,
-        _raw,
-        _context,
-        _ints(0, 2**31 - 1, 0, 64),
-        st.integers(0, msg.MAX_CONTEXT),
-        st.integers(0, 8),
-        _count,
-        _raw,
-        st.lists(_raw, max_size=msg.MAX_RANKS).map(tuple),
-        _split,
-        st.lists(st.builds(msg.CountedShare, _count, _count), max_size=msg.MAX_RANKS).map(tuple),
-    ),
-    msg.InitDone: st.builds(msg.InitDone, _rank, _size),
-    msg.SanityDone: st.builds(msg.SanityDone, _count, _ints(0, 2**31 - 1, 0, msg.MAX_RANKS), _u32),
-    msg.Loaded: st.builds(
-        msg.Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4, st.booleans()
-    ),
-    msg.Done: st.builds(msg.Done, st.booleans()),
-    msg.TimeCollectives: st.builds(
-        msg.TimeCollectives,
-        st.sampled_from(("sum", "gather", "chain")),
-        st.integers(1, msg.MAX_TIMED_BYTES),
-        st.integers(1, msg.MAX_TIMED_ROUNDS),
-    ),
-    msg.CollectivesTimed: st.builds(msg.CollectivesTimed, _seconds, st.booleans()),
-    msg.Generate: st.builds(
-        msg.Generate,
-        _uid,
-        _token_lists,
-        _context,
-        SAMPLING,
-        SHAPING,
-        st.integers(-1, msg.MAX_TOP_LOGPROBS),
-        st.booleans(),
-        client=_count,
-        user=_count,
-        salt=_count,
-        group=_group,
-        places=_ints(1, msg.MAX_CONTEXT, 0, msg.MAX_PLACES),
-        batch=st.booleans(),
-    ),
-    msg.Accepted: st.builds(msg.Accepted, _uid),
-    msg.Prefilled: st.builds(msg.Prefilled, _uid, _count, _count),
-    msg.ScoredDelta: st.builds(
-        msg.ScoredDelta,
-        _uid,
-        _token,
-        _token_lists,
-        _floats(-1e9, 0.0, 0, 40),
-        st.integers(0, msg.MAX_TOP_LOGPROBS),
-        _ints(0, 2**31 - 1, 0, 40),
-        _floats(-1e9, 0.0, 0, 40),
-    ),
-    msg.Delta: st.builds(msg.Delta, _ints(1, msg.U32, 1, 40), _token_lists, _token_lists),
-    msg.Cancel: st.builds(msg.Cancel, _uid),
-    msg.Finished: st.builds(msg.Finished, _uid, _reason, *(_count,) * 5),
-    JoinOffer: st.builds(JoinOffer, _certificate, _nonce, _name, _addresses(MAX_ADDRESSES)),
-    JoinRequest: st.builds(
-        JoinRequest,
-        st.binary(min_size=8, max_size=8),
-        st.binary(min_size=16, max_size=16),
-        _name,
-        st.binary(min_size=65, max_size=65),
-        _nonce,
-        _nonce,
-        st.binary(min_size=8, max_size=80),
-    ),
-    JoinRefusal: st.builds(
-        JoinRefusal, _text, st.binary(min_size=8, max_size=80), _name, _addresses(MAX_ADDRESSES)
-    ),
-    JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _addresses(MAX_PEERS)),
-}
-
-_shorts = st.lists(_short, max_size=5).map(tuple)
-_big = st.integers(0, 2**53)
-
-_MACHINE_PARTS = (
-    st.sampled_from(("macos", "linux", "other")),
-    *(_short,) * 4,
-    *(st.integers(0, 4096),) * 2,
-    *(_big,) * 4,
-    st.sampled_from(("ac", "battery", "unknown")),
-    st.sampled_from(("enabled", "disabled", "unsupported")),
+_PART = st.builds(msg.PromptPart, _context, _u32, st.booleans(), SAMPLING, _u32, _uids, _token)
+_INTERFACE = st.builds(
+    Interface,
+    _short,
+    _short,
+    st.integers(0, 32),
+    st.sampled_from(("ethernet", "wifi", "thunderbolt", "bridge", "loopback", "other")),
+    st.integers(0, 10**7),
     st.booleans(),
-    st.lists(
-        st.builds(
-            Interface,
-            _short,
-            _short,
-            st.integers(0, 32),
-            st.sampled_from(("ethernet", "wifi", "thunderbolt", "bridge", "loopback", "other")),
-            st.integers(0, 10**7),
-            st.booleans(),
-        ),
-        max_size=3,
-    ).map(tuple),
-    st.lists(
-        st.builds(
-            Port,
-            st.integers(0, 64),
-            _short,
-            _short,
-            _short,
-            st.booleans(),
-            st.integers(0, 1000),
-            _short,
-            st.booleans(),
-        ),
-        max_size=3,
-    ).map(tuple),
-    _shorts,
 )
+_PORT = st.builds(
+    Port,
+    st.integers(0, 64),
+    *(_short,) * 3,
+    st.booleans(),
+    st.integers(0, 1000),
+    _short,
+    st.booleans(),
+)
+_DEPLOYMENT = st.builds(
+    Deployment,
+    _text,
+    _text,
+    st.integers(0, 64),
+    _short,
+    _lists(_node.filter(bool), 64),
+    st.integers(-1, msg.U32),
+    _count,
+    _node,
+    st.booleans(),
+)
+_MEMBER = st.builds(RosterEntry, _node, _short, _short, st.booleans(), _count, removed_in=_count)
 
-_STRATEGIES |= {
-    AgentHello: st.builds(
-        AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short
-    ),
-    Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans(), _count),
-    Deployments: st.builds(
-        Deployments,
-        st.lists(
+_PHASES = ("starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing")
+_BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    name: values
+    for values, names in (
+        (
+            _count,
+            "accepted again asked_us cached client collectives computed desired disk_bytes drafted "
+            "expected_us floor forward forwards free generated held in_flight kv_bytes kv_row_bytes "
+            "kv_token_bytes number open_requests peak_bytes pid pulse queued requests roster running salt "
+            "since size speed step step_us stranded_bytes term total user wait_us weight_bytes weight_mib",
+        ),
+        (
+            st.booleans(),
+            "answer bad batch bridge_up broken by_default checkpoints clear complete draining fast_fences "
+            "healthy ignore_eos in_order jaccl jaccl_ring large_buffers metal more mtp outside over "
+            "repeatable trim used wants",
+        ),
+        (
+            _short,
+            "build chip cluster_id commit fabric fingerprint http kind part release revision ring token",
+        ),
+        (_text, "decode_address deployment detail error faster model problem reason why"),
+        (_seconds, "ack_deadline_s canary_s deadline_s phase_s queue_s round_s seconds"),
+        (_lists(_short, 5), "addresses flags leaving links notes participants versions"),
+        (_u32, "digest file idle_s kv_mib load_s ready_s version"),
+        (_uid, "context uid vocabulary"),
+        (_context, "block end max_tokens prefill_chunk"),
+        (_place, "keep max_context start"),
+        (_big, "free_bytes gpu_bytes memory_bytes wired_bytes"),
+        (_raw, "disk_folder draft_path path"),
+        (_name, "ask name"),
+        (_node, "boot_id coordinator node_id"),
+        (_token, "index"),
+        (_tokens, "top_tokens"),
+        (_some_tokens, "indices tokens"),
+        (_uids, "covers gathered uids"),
+        (_some_uids, "rows"),
+        (_digest, "nonce"),
+        (_nonce, "epoch_key"),
+        (_one_group | st.just(""), "group"),
+        (_floats(-1e9, 0.0, 0, 40), "top_logprobs"),
+        (_floats(2.0**-29, 2.0**13, 0, MAX_SIZES), "gathers_s sums_s"),
+        (_ints(0, msg.MAX_CONTEXT, 1, 40), "positions"),
+        (_ints(0, msg.MAX_FRAME_TOKENS, 0, 40), "widths"),
+        (_ints(0, msg.MAX_RANKS - 1, 0, 40), "lanes"),
+        (_ints(1, msg.MAX_ROOM, 0, 40), "rooms"),
+        (_ints(0, 2**31 - 1, 0, 64), "eos"),
+        (_ints(0, 2**31 - 1, 0, msg.MAX_RANKS), "ranks"),
+        (_ints(0, msg.U32, 0, msg.MAX_RANKS), "held_mib"),
+        (_ints(1, 2**31 - 1, 1, MAX_SIZES), "sizes"),
+        (_ints(1, msg.MAX_CONTEXT, 0, msg.MAX_PLACES), "places"),
+        (_ints(1, msg.MAX_LAYERS, 0, msg.MAX_RANKS), "split"),
+        (st.integers(0, msg.MAX_RANKS - 1), "rank"),
+        (st.integers(1, msg.MAX_RANKS), "world_size"),
+        (st.integers(0, 1), "run_ahead"),
+        (st.integers(msg.RESTS, msg.MAX_DRAFTS), "drafts"),
+        (st.integers(0, msg.MAX_BLOCKS), "blocks"),
+        (st.integers(0, 8), "kv_bits"),
+        (st.integers(1, msg.MAX_ROUNDS), "round"),
+        (st.integers(1, msg.MAX_TIMED_ROUNDS), "rounds"),
+        (st.integers(-1, msg.MAX_TOP_LOGPROBS), "logprobs"),
+        (st.integers(0, msg.MAX_TOP_LOGPROBS), "top"),
+        (st.integers(0, 4096), "cpu_cores gpu_cores"),
+        (st.integers(1, msg.U63), "epoch"),
+        (st.integers(0, MAX_TRIP_US), "us"),
+        (st.integers(0, 65535), "port"),
+        (st.floats(1e-9, 1e4), "collective_s"),
+        (st.binary(max_size=32), "proof"),
+        (st.binary(max_size=64), "manifest"),
+        (st.binary(max_size=100), "shape"),
+        (st.binary(max_size=300), "data"),
+        (st.binary(min_size=msg.DIGEST_BYTES, max_size=300), "digests"),
+        (st.binary(max_size=msg.DIGEST_BYTES * MAX_HASHES), "prefixes"),
+        (st.binary(min_size=1, max_size=1000), "key"),
+        (st.binary(min_size=1, max_size=1500), "authority certificate"),
+        (st.binary(min_size=8, max_size=8), "token_id"),
+        (st.binary(min_size=8, max_size=80), "signature"),
+        (st.binary(min_size=65, max_size=65), "public_key"),
+        (st.just(b"") | _digest, "previous"),
+        (st.sampled_from(Code), "code"),
+        (st.sampled_from(("none", "ring", "jaccl")), "backend"),
+        (st.sampled_from(("verify", "broadcast")), "agreement"),
+        (st.sampled_from(("auto", "off", "lookup", "mtp", "draft")), "speculation"),
+        (st.sampled_from(("ready", "failed", "restarting")), "state"),
+        (st.sampled_from(("macos", "linux", "other")), "system"),
+        (st.sampled_from(("ac", "battery", "unknown")), "power"),
+        (st.sampled_from(_PHASES), "phase"),
+        (_lists(st.sampled_from(("", "rdma_en5", "rdma_en3,rdma_en4")), msg.MAX_RANKS**2), "rdma"),
+        (_lists(_text, msg.MAX_RANKS), "hosts"),
+        (_lists(_short, msg.MAX_RANKS), "pins"),
+        (_lists(_raw, msg.MAX_RANKS), "paths"),
+        (_lists(_node, 8), "nodes"),
+        (_lists(st.text(_printable, max_size=60), MAX_PEERS), "peers"),
+        (_lists(st.text(_printable, max_size=60), MAX_ADDRESSES), "at"),
+        (_lists(st.builds(msg.CountedShare, _count, _count), msg.MAX_RANKS), "counted"),
+        (_lists(_PART, msg.MAX_PROMPTS), "prompts"),
+        (_lists(_MEMBER, MAX_MEMBERS // 8), "entries"),
+        (_lists(_INTERFACE, 3), "interfaces"),
+        (_lists(_PORT, 3), "ports"),
+        (SAMPLING, "sampling"),
+        (SHAPING, "shaping"),
+        (
             st.builds(
-                Deployment, _text, _text, st.integers(0, 64), _short, _nodes,
-                st.integers(-1, 2**32 - 1), _count, _node, st.booleans(),
+                RankStats,
+                *(_count,) * 24,
+                *(_ints(0, 2**32 - 1, 0, 8),) * 3,
+                _count,
+                _count,
+                _seconds,
+                st.booleans(),
             ),
-            max_size=MAX_MEMBERS // 8,
-        ).map(tuple),
-        _count,
-        st.booleans(),
-    ),
-    Members: st.builds(
-        Members,
-        st.lists(
-            st.builds(RosterEntry, _node, _short, _short, st.booleans(), _count, removed_in=_count),
-            max_size=MAX_MEMBERS // 8,
-        ).map(tuple),
-    ),
-    Machine: st.builds(Machine, *_MACHINE_PARTS),
-    ModelStatus: st.builds(ModelStatus, _short, _short, _text, shape=st.binary(max_size=100)),
-    Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, _group),
-    Prepared: st.builds(Prepared, _epoch, _short, _raw),
-    StartRank: st.builds(StartRank, _epoch, _STRATEGIES[msg.Bootstrap]),
-    RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
-    RankPong: st.builds(RankPong, _epoch, _rank, _STRATEGIES[msg.Pong]),
-    RankTrouble: st.builds(RankTrouble, _epoch, _rank, st.sampled_from(Code), _text, st.booleans()),
-    EndEpoch: st.builds(EndEpoch, _epoch, st.booleans()),
-    EpochEnded: st.builds(EpochEnded, _epoch),
-    RankSide: st.builds(RankSide, _epoch, _rank, _STRATEGIES[msg.SideChannel]),
-    RankGathered: st.builds(RankGathered, _epoch, _rank, _STRATEGIES[msg.Gathered]),
-    MachineWanted: st.builds(MachineWanted),
-    Serving: st.builds(
-        Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
-        _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
-        _u32, _ints(0, msg.U32, 0, msg.MAX_RANKS), _group, _text,
-        _count, _count, _count, _u32, st.booleans(), st.booleans(),
-    ),
-    GroupAssignment: st.builds(
-        GroupAssignment, _one_group, _text, _count, _count, _shorts, _short, _split, _text, _text, _u32,
-        _count, _shorts,
-    ),
-    LeftOutGroup: st.builds(LeftOutGroup, _short, _shorts, _text, st.booleans()),
-    ReplicaLoad: st.builds(
-        ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=msg.DIGEST_BYTES * MAX_HASHES)
-    ),
-    RosterParting: st.builds(RosterParting, _short, st.booleans()),
-    RosterSaved: st.builds(RosterSaved, _count),
-    ReportsSent: st.builds(ReportsSent, _count),
-    TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
-    TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
-    AuthorityHandover: st.builds(
-        AuthorityHandover, st.binary(min_size=16, max_size=16), _certificate,
-        st.binary(min_size=1, max_size=1000),
-    ),
-    AuthorityKept: st.builds(AuthorityKept, st.binary(min_size=16, max_size=16), _text),
-    FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16), _text),
-    FabricResult: st.builds(
-        FabricResult, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,
-        st.booleans(), st.booleans(), _count, st.floats(1e-9, 1e4), _ints(1, 2**31 - 1, 1, MAX_SIZES),
-        *(_floats(2.0**-29, 2.0**13, 0, MAX_SIZES),) * 2,
-    ),
-    FabricAnswer: st.builds(FabricAnswer, st.binary(min_size=16, max_size=16), _text),
-    Echo: st.builds(Echo, _count, st.booleans()),
-    RoundTrip: st.builds(RoundTrip, _short, st.integers(0, MAX_TRIP_US)),
-    MemoryShortage: st.builds(MemoryShortage),
-    ModelHeld: st.builds(
-        ModelHeld, _text, _short, _count, _count, _count, st.booleans(), _text, st.integers(0, 65535)
-    ),
-    ModelLender: st.builds(ModelLender, _text, _node),
-    ModelPull: st.builds(ModelPull, _text, _short),
-    StoredModel: st.builds(StoredModel, _text, _short, _count, st.booleans()),
-    FilesWanted: st.builds(FilesWanted, _text),
-    FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64), _count),
-    FileWanted: st.builds(FileWanted, _u32, _count),
-    FileHeld: st.builds(FileHeld, _count),
-}  # fmt: skip
+            "stats",
+        ),
+    )
+    for name in names.split()
+}
+"""What fields may be, by their names."""
 
-_STRATEGIES[Report] = st.builds(
-    Report, _count, st.one_of(*(_STRATEGIES[kind] for kind in ROWS)), st.booleans()
-)
+
+def _made(kind: type[msg.Message], /, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[msg.Message]:
+    """Messages with any values of these fields, and of others that the table knows."""
+    known = {each.name: others.get(each.name, _BY_NAME.get(each.name)) for each in fields(kind)}
+    return st.builds(kind, **{name: values for name, values in known.items() if values is not None})
+
+
+_OTHERWISE: dict[type[msg.Message], dict[str, st.SearchStrategy[Any]]] = {
+    AgentHello: {"name": _short},
+    Beat: {"epoch": _count},
+    msg.Bootstrap: {"agreement": st.sampled_from(("auto", "broadcast-draws"))},
+    msg.Delta: {"uids": _some_uids},
+    Deployments: {"rows": _lists(_DEPLOYMENT, MAX_MEMBERS // 8)},
+    msg.Error: {"uid": _u32},
+    FabricResult: {"backend": st.sampled_from(("ring", "jaccl")), "at": _count},
+    FileWanted: {"at": _count},
+    FilesHeld: {"complete": st.binary(max_size=64)},
+    msg.Finished: {"reason": st.sampled_from(("stop", "length", "cancel"))},
+    msg.Forward: {"tokens": _tokens},
+    msg.Gathered: {"round": st.integers(0, msg.MAX_ROUNDS), "data": st.binary(max_size=2400)},
+    GroupAssignment: {"group": _one_group, "ranks": _lists(_short, 5)},
+    JoinGrant: {"proof": _nonce},
+    JoinOffer: {"nonce": _nonce},
+    JoinRequest: {"nonce": _nonce, "proof": _nonce, "node_id": _digest},
+    Machine: {"model": _short, "rdma": st.sampled_from(("enabled", "disabled", "unsupported"))},
+    ModelStatus: {"model": _short},
+    Prepare: {"model": _short},
+    ReplicaLoad: {"group": _one_group, "speed": _u32},
+    RoundTrip: {"node_id": _short},
+    msg.ScoredDelta: {"logprobs": _floats(-1e9, 0.0, 0, 40)},
+    Serving: {
+        "epoch": _count,
+        "backend": _short,
+        "context": _u32,
+        "vocabulary": _u32,
+        "split": _short,
+    },
+    msg.SessionStop: {"reason": st.sampled_from(("stop", "length", "cancel", "preempt", "error"))},
+    msg.Spill: {"digest": _digest},
+    StoredModel: {"name": _text},
+    msg.TimeCollectives: {
+        "kind": st.sampled_from(("sum", "gather", "chain")),
+        "size": st.integers(1, msg.MAX_TIMED_BYTES),
+    },
+    StartRank: {"bootstrap": _made(msg.Bootstrap, agreement=st.sampled_from(("auto", "broadcast-draws")))},
+    RankPong: {"pong": _made(msg.Pong)},
+    RankSide: {"side": _made(msg.SideChannel)},
+    RankGathered: {
+        "gathered": _made(msg.Gathered, round=st.integers(0, msg.MAX_ROUNDS), data=st.binary(max_size=2400))
+    },
+}
+"""Fields that are something else in these messages than in others."""
+_STRATEGIES = {kind: _made(kind, **_OTHERWISE.get(kind, {})) for kind in EXAMPLES if kind is not Report}
+_STRATEGIES[Report] = _made(Report, row=st.one_of(*(_STRATEGIES[kind] for kind in ROWS)))
 
 MESSAGE: st.SearchStrategy[msg.Message] = st.one_of(
-    *(_STRATEGIES.get(message, st.builds(message)) for message in messages().values())
+    *(_STRATEGIES[message] for message in messages().values())
 )
 """Any message with any values its fields allow."""
 

@@ -13,8 +13,7 @@ import pytest
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Sampling, StreamEnd, Tokens
-from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.gateway.admission import SystemMemory
+from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import Generate
 
 from ..groups.scenes import sees
@@ -111,7 +110,6 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
                 await interrupted(pair, FAULTS[name], clients, right, name)
             shown = pair.leader.parts.groups.shown.supervisor.status.group
             assert (shown.world_size, len(shown.split)) == (2, 2)
-            await short_of_memory(pair)
 
     async def timed() -> None:
         async with asyncio.timeout(START_S * 3):
@@ -146,18 +144,3 @@ async def interrupted(
     assert pair.epoch() > epoch, f"{name}: nothing happened"
     for agent in (pair.leader, pair.other):
         await sees(lambda agent=agent: agent.parts.gateway.open_requests == 0)  # type: ignore[misc]
-
-
-async def short_of_memory(pair: Pair) -> None:
-    """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
-    gateway = pair.other.parts.gateway
-    admission = gateway.admission
-    memory, admission.memory = admission.memory, lambda: SystemMemory(1)
-    short = pair.leader.parts.gateway.admission.elsewhere
-    await sees(short)
-    with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
-        await Client(pair.leader, GREEDY).read()
-    assert raised.value.status == 503
-    admission.memory = memory
-    await sees(lambda: not short())
-    assert (await Client(pair.leader, Generate(0, COUNT, 3)).read())[1] is not None

@@ -59,13 +59,6 @@ def test_exactly_what_may_become_a_stop_string_is_held_back(
         assert said + held == pushed
 
 
-def test_nothing_is_said_after_a_stop_string() -> None:
-    finder = StopFinder(["end"])
-    assert [finder.push("an en"), finder.push("d of"), finder.push("it"), finder.finish()] == [
-        "an ", "", "", "",
-    ]  # fmt: skip
-
-
 def test_many_long_stop_strings_in_a_long_text_take_linear_work() -> None:
     """Each is nearly found at every place: a search from each place would take 3 * 10^9 comparisons."""
     stops = ["a" * 990 + chr(0x100 + i) for i in range(16)]

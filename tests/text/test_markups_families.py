@@ -112,16 +112,10 @@ def check(name: str, seed: int) -> None:
     assert (found.said.strip(), found.calls) == (before.strip(), tuple(calls)), text
 
 
+@pytest.mark.parametrize("times", [100, pytest.param(10_000, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("name", WRITERS)
-def test_calls_are_read_as_they_were_written(name: str) -> None:
-    for seed in range(100):
-        check(name, seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("name", WRITERS)
-def test_ten_thousand_calls_are_read_as_they_were_written(name: str) -> None:
-    for seed in range(10_000):
+def test_calls_are_read_as_they_were_written(name: str, times: int) -> None:
+    for seed in range(times):
         check(name, seed)
 
 

@@ -128,20 +128,6 @@ def test_tokens_count_up_to_the_one_that_completed_the_stop_string() -> None:
         assert [token for _, scores in said for token, _ in scores] == [0, 1, 2]
 
 
-def test_a_score_waits_for_the_other_half_of_its_character() -> None:
-    said, _ = play(["a", "~", "~", "b"], (), [])
-    assert [(text, [token for token, _ in scores]) for text, scores in said] == [
-        ("a", [0]), ("", []), ("é", [1, 2]), ("b", [3]), ("", []),
-    ]  # fmt: skip
-
-
-def test_a_score_waits_while_its_text_is_held_back() -> None:
-    said, _ = play(["a", "b", "c", "b"], ["bx"], [])
-    assert [(text, [token for token, _ in scores]) for text, scores in said] == [
-        ("a", [0]), ("", []), ("bc", [1, 2]), ("", []), ("b", [3]),
-    ]  # fmt: skip
-
-
 def test_scores_that_do_not_match_the_tokens_are_a_bug() -> None:
     with pytest.raises(ValueError, match="0 scores for 2 tokens"):
         Transcript(Pieces(["a", "b"]), None, True).push((0, 1))

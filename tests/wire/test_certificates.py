@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlxtp.errors import Code, ProtocolError
@@ -122,17 +123,12 @@ def test_no_changed_bit_says_anything_else() -> None:
     assert taken in ([], [says])
 
 
-def test_an_authority_whose_signature_is_not_its_own() -> None:
+def test_any_changed_bit_of_an_authority_changes_its_hash_and_ends_its_worth() -> None:
     changed = bytearray(AUTHORITY.certificate)
     changed[-1] ^= 1
     assert "no certificate of a cluster's authority" in refused(cluster_of, bytes(changed))
-
-
-def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:
     expected = authority_hash(AUTHORITY.certificate)
     assert len(expected) == 16
-    changed = bytearray(AUTHORITY.certificate)
-    changed[-1] ^= 1
     assert authority_hash(bytes(changed)) != expected
 
 
@@ -144,31 +140,24 @@ def test_keys_and_certificates_as_text() -> None:
 
 
 RSA_IN_NAME_ONLY = b"-----BEGIN PRIVATE KEY-----\nMAA=\n-----END PRIVATE KEY-----\n"
+OTHER_CURVE = key_to_pem(ec.generate_private_key(ec.SECP384R1()))
 
 
-@pytest.mark.parametrize("pem", [b"", b"text", RSA_IN_NAME_ONLY, key_to_pem(KEY)[:-40]])
-def test_a_text_without_a_key(pem: bytes) -> None:
-    with pytest.raises(ValueError, match="no private key"):
-        key_from_pem(pem)
-
-
-def test_a_key_of_another_curve() -> None:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    with pytest.raises(ValueError, match="not one on the curve P-256"):
-        key_from_pem(key_to_pem(ec.generate_private_key(ec.SECP384R1())))
-
-
-@pytest.mark.parametrize("pem", [b"", b"text", certificates_to_pem(CERTIFICATE)[:-40]])
-def test_a_text_without_a_certificate(pem: bytes) -> None:
-    with pytest.raises(ValueError, match="no certificate"):
-        certificates_from_pem(pem)
-
-
-@pytest.mark.parametrize("point", [b"", b"\4" + b"\1" * 64, b"\4" + b"\0" * 63, b"\0"])
-def test_what_is_no_point_on_the_curve(point: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^"):
-        key_at(point)
+@pytest.mark.parametrize(
+    ("read", "garbage", "words"),
+    [
+        (key_from_pem, (b"", b"text", RSA_IN_NAME_ONLY, key_to_pem(KEY)[:-40]), "no private key"),
+        (key_from_pem, (OTHER_CURVE,), "not one on the curve P-256"),
+        (certificates_from_pem, (b"", b"text", certificates_to_pem(CERTIFICATE)[:-40]), "no certificate"),
+        (key_at, (b"", b"\4" + b"\1" * 64, b"\4" + b"\0" * 63, b"\0"), "^"),
+    ],
+)
+def test_what_is_no_key_or_certificate(
+    read: Callable[[bytes], object], garbage: tuple[bytes, ...], words: str
+) -> None:
+    for data in garbage:
+        with pytest.raises(ValueError, match=words):
+            read(data)
 
 
 def test_a_secret_does_not_show_in_a_text() -> None:

@@ -1,4 +1,4 @@
-"""One end of a link against the other: whole lives, every illegal move, the envelope, the end."""
+"""One end of a link against the other: the table of moves, whole lives, the envelope, the end."""
 
 from __future__ import annotations
 
@@ -585,3 +585,50 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[msg.Message]) 
     if kind in (msg.SanityCheck, msg.Unload, msg.TimeCollectives, msg.Shutdown) and ledger.steps:
         return None
     return example(kind)
+
+
+VOICE: set[type[msg.Message]] = {
+    msg.Accepted,
+    msg.Prefilled,
+    msg.Delta,
+    msg.ScoredDelta,
+    msg.Finished,
+    RequestFailed,
+}
+
+
+def senders(link: LinkKind, message: type[msg.Message]) -> set[Side]:
+    return {side for moves in table(link).values() for side in Side if message in moves[side]}
+
+
+def test_only_rank_0_has_a_voice() -> None:
+    for message in VOICE:
+        assert senders(LinkKind.PIPE_LEADER, message) == {Side.LOWER}
+        assert not senders(LinkKind.PIPE, message)
+        assert not senders(LinkKind.DECODE, message)
+    for message in (msg.Generate, msg.Cancel):
+        assert senders(LinkKind.PIPE_LEADER, message) == {Side.UPPER}
+        assert not senders(LinkKind.PIPE, message)
+        assert not senders(LinkKind.DECODE, message)
+
+
+@pytest.mark.parametrize(("link", "state"), EVERYWHERE)
+def test_every_state_is_reached_and_can_end(link: LinkKind, state: LinkState) -> None:
+    path_to(link, state)
+    assert state in TERMINAL or any(table(link)[state].values())
+
+
+@pytest.mark.parametrize(("link", "state"), EVERYWHERE)
+def test_messages_that_cross_lead_both_ends_to_the_same_state(link: LinkKind, state: LinkState) -> None:
+    moves = table(link)
+    for command, commanded in moves[state][Side.UPPER].items():
+        for answer, answered in moves[state][Side.LOWER].items():
+            if link is LinkKind.DECODE and answer is msg.Ack and commanded is not state:
+                continue  # the ledger forbids a command while an Ack may be on its way
+            # An end that has spoken its last word discards what was on its way; the other one hears it.
+            if answered not in TERMINAL:
+                assert command in moves[answered][Side.UPPER], (command, answer)
+            if commanded not in TERMINAL:
+                assert answer in moves[commanded][Side.LOWER], (command, answer)
+            if not {answered, commanded} & TERMINAL:
+                assert moves[answered][Side.UPPER][command] is moves[commanded][Side.LOWER][answer]

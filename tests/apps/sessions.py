@@ -19,15 +19,22 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Chat:
+class Session:
+    """What was said so far, in the form of a dialect."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages = [*messages]
+
+    def say(self, text: str) -> None:
+        self._messages.append({"role": "user", "content": text})
+
+
+class Chat(Session):
     """OpenAI's chat completions, streamed."""
 
     def __init__(self, url: str) -> None:
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-
-    def say(self, text: str) -> None:
-        self._messages.append({"role": "user", "content": text})
+        super().__init__({"role": "system", "content": SYSTEM})
 
     def answer(self, **more: Any) -> tuple[str, dict[str, Any] | None]:
         """The next text, and the arguments of a call."""
@@ -45,25 +52,28 @@ class Chat:
         self._messages.append({"role": "tool", "tool_call_id": self._call.id, "content": text})
 
 
-class Responses:
+class Responses(Session):
     """OpenAI's responses, streamed and replayed item by item."""
 
     def __init__(self, url: str) -> None:
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        self._items: list[Any] = []
-
-    def say(self, text: str) -> None:
-        self._items.append({"role": "user", "content": text})
+        super().__init__()
 
     def answer(self, **more: Any) -> tuple[str, dict[str, Any] | None]:
         """The next text, and the arguments of a call."""
         tool: Any = {"type": "function", "name": "bash", "parameters": SCHEMA, "strict": False}
-        asked: Any = {"model": "actor", "instructions": SYSTEM, "input": self._items, "tools": [tool], **more}
+        asked: Any = {
+            "model": "actor",
+            "instructions": SYSTEM,
+            "input": self._messages,
+            "tools": [tool],
+            **more,
+        }
         with self._client.responses.stream(**asked) as stream:
             for _ in stream:
                 pass
             response = stream.get_final_response()
-        self._items += [item.model_dump(exclude_none=True) for item in response.output]
+        self._messages += [item.model_dump(exclude_none=True) for item in response.output]
         calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
             return response.output_text, None
@@ -71,18 +81,15 @@ class Responses:
         return response.output_text, json.loads(calls[0].arguments)
 
     def returned(self, text: str) -> None:
-        self._items.append({"type": "function_call_output", "call_id": self._id, "output": text})
+        self._messages.append({"type": "function_call_output", "call_id": self._id, "output": text})
 
 
-class Messages:
+class Messages(Session):
     """Anthropic's messages, streamed."""
 
     def __init__(self, url: str) -> None:
         self._client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        self._messages: list[Any] = []
-
-    def say(self, text: str) -> None:
-        self._messages.append({"role": "user", "content": text})
+        super().__init__()
 
     def answer(self, **more: Any) -> tuple[str, dict[str, Any] | None]:
         """The next text, and the arguments of a call."""
@@ -103,15 +110,12 @@ class Messages:
         self._messages.append({"role": "user", "content": [result]})
 
 
-class Ollama:
+class Ollama(Session):
     """Ollama's chat, streamed."""
 
     def __init__(self, url: str) -> None:
         self._client = ollama.Client(host=url)
-        self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-
-    def say(self, text: str) -> None:
-        self._messages.append({"role": "user", "content": text})
+        super().__init__({"role": "system", "content": SYSTEM})
 
     def answer(self, **more: Any) -> tuple[str, dict[str, Any] | None]:
         """The next text, and the arguments of a call."""

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from ..text.templates import TEMPLATES
-from .actor import Stage, common, stage, with_template
+from .actor import Stage, stage, with_template
 
 WORD = {"type": "object", "properties": {"word": {"type": "string"}}}
 LOOK: Any = {"type": "function", "function": {"name": "look_up", "parameters": WORD}}
@@ -63,11 +63,6 @@ def test_a_rambling_actor_ends_where_the_schema_ends() -> None:
         assert json.loads(answer.message.content)["answer"] == 9
         any_object: Any = {"type": "json_object"}
         assert chat(found, user('DO json {"a": 1}'), response_format=any_object).message.content == '{"a": 1}'
-
-
-def test_common_counts_leading_tokens() -> None:
-    others: list[tuple[int, ...]] = [(), (9,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]
-    assert [common((1, 2, 3), other) for other in others] == [0, 0, 2, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["qwen", "mistral", "gpt-oss", "kimi", "minimax", "lfm2", "gemma4"])

@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {  # as pydantic writes it
 }
 VALUES = {"answer": 9, "word": "nine", "tags": ["a", "b"]}
 BUDGET = 300
-USER: Any = [{"role": "user", "content": f"DO call it {json.dumps(VALUES)} DO json {json.dumps(VALUES)}"}]
+USER: Any = [{"role": "user", "content": f"DO json {json.dumps(VALUES)}"}]
 LONG: Any = [{"role": "user", "content": f"DO json {json.dumps(VALUES | {'word': 'x' * 2000})}"}]
 CHAT_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
 
@@ -58,14 +58,6 @@ def chat(found: Stage, messages: Any = USER) -> Asked:
     return choice.message.content, choice.finish_reason
 
 
-def forced_chat(found: Stage, messages: Any = USER) -> Asked:
-    tool = {"type": "function", "function": {"name": "it", "parameters": SCHEMA}}
-    choice = choice_of(
-        found, messages, tools=[tool], tool_choice={"type": "function", "function": {"name": "it"}}
-    )
-    return choice.message.tool_calls[0].function.arguments, choice.finish_reason
-
-
 def responses(found: Stage, messages: Any = USER) -> Asked:
     format_: Any = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
     asked: Any = {"input": messages, "text": format_, "max_output_tokens": BUDGET}
@@ -79,24 +71,10 @@ def messages_(found: Stage, messages: Any = USER) -> Asked:
     return message.content[0].text, message.stop_reason
 
 
-def forced_message(found: Stage, messages: Any = USER) -> Asked:
-    tool: Any = {"name": "it", "input_schema": SCHEMA}
-    message = by_anthropic(found, messages, tools=[tool], tool_choice={"type": "tool", "name": "it"})
-    return json.dumps(message.content[0].input), message.stop_reason
-
-
 def ollama_chat(found: Stage, messages: Any = USER) -> Asked:
     library = ollama.Client(host=found.url)
     line = library.chat("actor", messages, format=SCHEMA, options={"num_predict": BUDGET})
     return line.message.content or "", line.done_reason
-
-
-@pytest.mark.parametrize("ask", [chat, forced_chat, responses, messages_, forced_message, ollama_chat])
-def test_an_answer_that_is_held_to_a_schema_ends(rambling: Stage, ask: Any) -> None:
-    """The array alone has no end of its own: a rambling model goes on with it."""
-    found = json.loads(ask(rambling)[0])
-    assert set(found) == set(VALUES)
-    assert (found["answer"], found["word"]) == (9, "nine")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +84,7 @@ def test_an_answer_that_is_held_to_a_schema_ends(rambling: Stage, ask: Any) -> N
 def test_a_string_that_would_not_fit_is_closed_and_the_answer_says_that_it_was_cut(
     rambling: Stage, ask: Any, cut: str
 ) -> None:
+    """A rambling model goes on with the array, which has no end of its own."""
     text, reason = ask(rambling, LONG)
     assert set(json.loads(text)) == set(VALUES)
     assert reason == cut

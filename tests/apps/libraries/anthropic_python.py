@@ -1,14 +1,7 @@
 """Anthropic's own library: text, stream, tools, structured output."""
 
 import anthropic
-from checks import CALL, JSON, MODEL, NINE, SAY, URL, check, forced, values
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    answer: int
-    word: str
-
+from checks import CALL, JSON, MODEL, NINE, SAY, URL, Answer, check, forced, values
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 ask = {"model": MODEL, "max_tokens": 1000}

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import BaseModel
+
 URL, MODEL = os.environ["APPS_URL"], os.environ["APPS_MODEL"]
 SCRIPTED = os.environ["APPS_ENGINE"] == "actor"
 PART = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -17,6 +19,18 @@ VALUES = {"answer": 9, "word": "nine"}
 JSON = f"DO json {json.dumps(VALUES)}"
 SAY = 'DO say "The sky is blue."'
 CALL = 'DO call look_up {"n": 5}'
+
+
+class Answer(BaseModel):
+    """An answer."""
+
+    answer: int
+    word: str
+
+
+def look_up(n: int) -> str:
+    """Look a number up."""
+    return f"FALCON-{n}"
 
 
 def forced(tool: str) -> str:
@@ -35,11 +49,8 @@ def check(name: str, act: Callable[[], Any], expected: str = "", scripted: bool 
         assert not SCRIPTED or expected in str(found), f"{str(found)[:80]!r} came"
         line = {"tried": name, "ok": True, "note": ""}
     except Exception as error:  # noqa: BLE001 - a library may raise anything
-        line = {
-            "tried": name,
-            "ok": False,
-            "note": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-        }
+        note = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        line = {"tried": name, "ok": False, "note": note}
     print(json.dumps(line), flush=True)
 
 

@@ -3,17 +3,8 @@
 import anthropic
 import instructor
 import openai
-from checks import MODEL, NINE, URL, check, forced, values
+from checks import MODEL, NINE, URL, Answer, check, forced, values
 from instructor import Mode
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    """An answer."""
-
-    answer: int
-    word: str
-
 
 ELSEWHERE = (  # modes that other providers have
     "BEDROCK", "CEREBRAS", "COHERE", "FIREWORKS", "GEMINI", "GENAI", "MISTRAL", "OPENROUTER",

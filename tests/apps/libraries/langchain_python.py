@@ -1,23 +1,9 @@
 """LangChain over OpenAI's chat and responses, Anthropic and Ollama, with every structured method."""
 
-from checks import CALL, JSON, MODEL, NINE, PART, SAY, URL, check, forced, values
+from checks import CALL, JSON, MODEL, NINE, PART, SAY, URL, Answer, check, forced, look_up, values
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.tools import tool
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    """An answer."""
-
-    answer: int
-    word: str
-
-
-@tool
-def look_up(n: int) -> str:
-    """Look a number up."""
-    return f"FALCON-{n}"
 
 
 def model():
@@ -38,12 +24,15 @@ def model():
 METHODS = {"anthropic": ["function_calling", "json_schema"]}  # it has no other
 last = lambda found: str(found["messages"][-1].text)  # noqa: E731
 asked = lambda text: {"messages": [("user", text)]}  # noqa: E731
-beside = lambda: create_agent(model(), [look_up], response_format=ProviderStrategy(Answer))  # noqa: E731
+beside = lambda: create_agent(model(), [tool(look_up)], response_format=ProviderStrategy(Answer))  # noqa: E731
 
 check("invoke", lambda: model().invoke(SAY).text, "blue")
 check("stream", lambda: "".join(part.text for part in model().stream(SAY)), "blue")
 check(
-    "tool loop", lambda: last(create_agent(model(), [look_up]).invoke(asked(CALL))), "FALCON-5", scripted=True
+    "tool loop",
+    lambda: last(create_agent(model(), [tool(look_up)]).invoke(asked(CALL))),
+    "FALCON-5",
+    scripted=True,
 )
 for method in METHODS.get(PART, ["function_calling", "json_schema", "json_mode"]):
     structured = lambda: model().with_structured_output(Answer, method=method)  # noqa: B023, E731

@@ -1,23 +1,9 @@
 """LlamaIndex by OpenAILike: chat, stream, complete, tools, structured output."""
 
-from checks import CALL, MODEL, NINE, SAY, URL, check, forced, values
+from checks import CALL, MODEL, NINE, SAY, URL, Answer, check, forced, look_up, values
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    """An answer."""
-
-    answer: int
-    word: str
-
-
-def look_up(n: int) -> str:
-    """Look a number up."""
-    return f"FALCON-{n}"
-
 
 llm = OpenAILike(model=MODEL, api_base=f"{URL}/v1", api_key="none", is_chat_model=True, max_retries=0,
                  is_function_calling_model=True, context_window=16_384)  # fmt: skip

@@ -1,14 +1,7 @@
 """Ollama's own library: models, chat, stream, generate, tools, format."""
 
 import ollama
-from checks import CALL, JSON, MODEL, NINE, SAY, URL, check, values
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    answer: int
-    word: str
-
+from checks import CALL, JSON, MODEL, NINE, SAY, URL, Answer, check, values
 
 client = ollama.Client(host=URL)
 user = lambda text: [{"role": "user", "content": text}]  # noqa: E731

@@ -3,14 +3,7 @@
 import json
 
 import openai
-from checks import CALL, JSON, MODEL, NINE, SAY, URL, check, values
-from pydantic import BaseModel
-
-
-class Answer(BaseModel):
-    answer: int
-    word: str
-
+from checks import CALL, JSON, MODEL, NINE, SAY, URL, Answer, check, values
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 LOOK_UP = {"name": "look_up", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}

@@ -1,22 +1,11 @@
 """pydantic-ai over OpenAI's chat and responses and over Anthropic, with both kinds of output."""
 
-from checks import CALL, JSON, MODEL, NINE, PART, SAY, URL, check, forced, values
-from pydantic import BaseModel
+from checks import CALL, JSON, MODEL, NINE, PART, SAY, URL, Answer, check, forced, look_up, values
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Answer(BaseModel):
-    answer: int
-    word: str
-
-
-def look_up(n: int) -> str:
-    """Look a number up."""
-    return f"FALCON-{n}"
 
 
 def agent(**options) -> Agent:

@@ -208,6 +208,18 @@ def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: Link
             assert pair.upper.state is end
 
 
+@pytest.mark.parametrize(
+    "command", [msg.SanityCheck(), msg.TimeCollectives("sum", 8, 1), msg.Unload(), msg.Shutdown()]
+)
+def test_what_was_read_from_disk_may_cross_a_command(command: msg.Message) -> None:
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
+    pair.up(
+        msg.FetchBlocks(2, 256, b"d" * 16), msg.FetchBlocks(3, 256, b"d" * 16), msg.Restore(3, 0), command
+    )
+    pair.down(msg.FetchedBlocks(2, 1), msg.FetchedBlocks(3, 1))
+    assert pair.upper.state is pair.lower.state is not LinkState.FAILED
+
+
 def prepare(pair: Pair, kind: type[msg.Message]) -> None:
     """Send what must have come before, other than what the state tells."""
     if kind is msg.Pong:

@@ -101,6 +101,14 @@ async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
 
 
 @played()
+async def test_half_a_frame_and_the_end(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
+    sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
+    rank.close()
+    with pytest.raises(LinkError, match="in the middle of a frame"):
+        await agent.receive()
+
+
+@played()
 async def test_a_rank_that_breaks_a_rule(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
     sock.sendall(encode(Forward((1,), (2,)), EPOCH, rank.protocol.seq + 1))
     with pytest.raises(RemoteProtocolError, match="rank 0 may not send Forward"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 from mlxtp.config import (
     Limits,
     Settings,
-    embedded_model_path,
     is_loopback,
     lines_of,
     resolve_join,
@@ -52,7 +51,7 @@ def refusal(home: Path, /, file: str = "", **given: str) -> str:
 
 def in_toml(key: str, text: str) -> str:
     """The value of a flag or variable, as the file has it."""
-    if key in ("ranks", "max_context", "kv_bits", "drain"):
+    if text.replace(".", "").isdigit():
         return text
     if key in SWITCHES:
         return "true" if text == "yes" else "false"
@@ -61,17 +60,8 @@ def in_toml(key: str, text: str) -> str:
     return json.dumps(text)
 
 
-# --- who wins ---------------------------------------------------------------------------------------------
-
-
-def test_defaults(tmp_path: Path) -> None:
-    settings = resolve(tmp_path)
-    assert settings == Settings(
-        home=tmp_path, http_host="127.0.0.1", http_port=52415, ranks=1, model="tiny", limits=Limits()
-    )
-    assert f"{settings.http_host}:{settings.http_port}" == DEFAULT_HTTP
-    assert settings.local_backend == "none"
-    assert (embedded_model_path() / "config.json").is_file()
+APP = "app://obsidian.md"
+ORIGINS = ("http://a:3000", "https://chat.b")
 
 
 @pytest.mark.parametrize(
@@ -79,40 +69,24 @@ def test_defaults(tmp_path: Path) -> None:
     [
         ("ranks", "2", "4", "ranks", (2, 4)),
         ("model", "here", "there", "model", ("here", "there")),
-        ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
+        ("http", "127.0.0.1:0", "localhost:65535", "http_port", (0, 65535)),
         ("repeatable", "no", "yes", "repeatable", (False, True)),
-        ("speculation", "lookup", "mtp", "speculation", ("lookup", "mtp")),
         ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
         ("kv_bits", "4", "8", "kv_bits", (4, 8)),
         ("kv_bytes", "1GB", "2GiB", "kv_bytes", (10**9, 2 << 30)),
         ("cache_disk", "0", "20GB", "cache_disk", (0, 20 * 10**9)),
-        ("draft_model", "small", "smaller", "draft_model", ("small", "smaller")),
         ("name", "studio", "mini", "name", ("studio", "mini")),
         ("control", "10.0.0.1:1000", "10.0.0.2:2000", "control_port", (1000, 2000)),
         ("peers", "a:1, b", "c:2", "peers", (("a:1", "b:52414"), ("c:2",))),
         ("discovery", "no", "yes", "discovery", (False, True)),
-        ("alone", "no", "yes", "alone", (False, True)),
-        ("nodes", "all", "02", "nodes", ("all", "2")),
+        ("nodes", "3", "02", "nodes", ("3", "2")),
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
-        ("fabric_networks", "private", "any", "fabric_networks", ("private", "any")),
-        ("fast_fences", "no", "yes", "fast_fences", (False, True)),
-        ("large_buffers", "no", "yes", "large_buffers", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
-        ("load_on_request", "yes", "no", "load_on_request", (True, False)),
-        ("log_format", "json", "text", "log_format", ("json", "text")),
         ("model_folders", "/a, /b c", "/d", "model_folders", (("/a", "/b c"), ("/d",))),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
-        ("api_keys", "always", "never", "api_keys", ("always", "never")),
         ("allowed_hosts", "Studio.lan, [::1]", "*", "allowed_hosts", (("studio.lan", "::1"), ("*",))),
-        (
-            "allowed_origins",
-            "http://localhost:3000, https://Chat.example.com:443/",
-            "app://obsidian.md",
-            "allowed_origins",
-            (("http://localhost:3000", "https://chat.example.com"), ("app://obsidian.md",)),
-        ),
-        ("allowed_origins", "*", "http://a", "allowed_origins", (("*",), ("http://a",))),
-        ("http_tls", "no", "yes", "http_tls", (False, True)),
+        ("allowed_origins", "http://a:3000, https://Chat.b:443/", "*", "allowed_origins", (ORIGINS, ("*",))),
+        ("allowed_origins", "app://obsidian.md", "http://a", "allowed_origins", ((APP,), ("http://a",))),
     ],
 )
 def test_flag_over_variable_over_file(
@@ -125,31 +99,12 @@ def test_flag_over_variable_over_file(
     assert getattr(resolve(tmp_path, in_file, **{variable: low, key: high}), attribute) == expected[1]
 
 
-def test_a_flag_that_is_not_given_is_no_flag(tmp_path: Path) -> None:
-    flags = {"home": tmp_path, "ranks": None, "model": None, "http": None}
-    assert resolve_settings(flags, {"MLXTP_RANKS": "2"}).ranks == 2
-
-
 def test_home_by_flag_over_variable_over_the_systems_place(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert resolve_settings({"home": first}, {"MLXTP_HOME": str(second)}).home == first
-    assert resolve_settings({}, {"MLXTP_HOME": str(second)}).home == second
+    assert resolve_settings({"home": None}, {"MLXTP_HOME": str(second)}).home == second
     assert resolve_settings({}, {}).home == Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
-
-
-def test_a_tilde_in_home_is_the_users_folder() -> None:
     assert resolve_settings({}, {"MLXTP_HOME": "~/somewhere"}).home == Path.home() / "somewhere"
-
-
-def test_the_file_is_read_from_the_home_that_was_chosen(tmp_path: Path) -> None:
-    home = tmp_path / "chosen"
-    home.mkdir()
-    (home / "config.toml").write_text('model = "from-file"')
-    assert resolve_settings({}, {"MLXTP_HOME": str(home)}).model == "from-file"
-
-
-def test_a_home_that_does_not_exist_yet_has_no_file(tmp_path: Path) -> None:
-    assert resolve(tmp_path / "new" / "home").ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -173,26 +128,9 @@ def test_no_token_on_standard_input_is_said() -> None:
         resolve_join("-", lambda: "\n", {"MLXTP_JOIN": "TOKEN"})
 
 
-def test_the_real_environment_counts_if_none_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLXTP_HOME", str(tmp_path))
-    monkeypatch.setenv("MLXTP_RANKS", "4")
-    assert resolve_settings({}).ranks == 4
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_several_ranks_need_the_ring(tmp_path: Path, ranks: int) -> None:
-    assert resolve(tmp_path, ranks=str(ranks)).local_backend == "ring"
-
-
-@pytest.mark.parametrize(
-    ("value", "host", "port"),
-    [("127.0.0.1:0", "127.0.0.1", 0), ("localhost:65535", "localhost", 65535), ("[::1]:8080", "::1", 8080)],
-)
-def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
-    settings = resolve(tmp_path, http=value)
-    assert (settings.http_host, settings.http_port) == (host, port)
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "none"), (2, "ring"), (4, "ring")])
+def test_several_ranks_need_the_ring(tmp_path: Path, ranks: int, backend: str) -> None:
+    assert resolve(tmp_path, ranks=str(ranks)).local_backend == backend
 
 
 @pytest.mark.parametrize("words", [("1", "0"), ("true", "false"), ("YES", "No"), ("on", "off")])
@@ -209,15 +147,7 @@ def test_speculation_may_need_a_draft_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("0", 0),
-        ("500", 500),
-        ("500MB", 500_000_000),
-        ("1.5GiB", 1_610_612_736),
-        ("2 gb", 2_000_000_000),
-        ("64kib", 65_536),
-    ],
+    ("value", "expected"), [("500", 500), ("500MB", 5 * 10**8), ("1.5GiB", 3 << 29), ("64kib", 1 << 16)]
 )
 def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
     assert resolve(tmp_path, kv_bytes=value).kv_bytes == expected
@@ -228,13 +158,12 @@ def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
     [
         'rdma = ["studio=rdma_en5", "mini/studio=rdma_en2"]',
         '[rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
-        'rdma = {studio = "rdma_en5", "mini/studio" = "rdma_en2"}',
     ],
 )
 def test_rdma_devices_by_hand(tmp_path: Path, file: str) -> None:
-    settings = resolve(tmp_path, f'nodes = "all"\n{file}')
-    assert (settings.rdma, settings.nodes) == (("studio=rdma_en5", "mini/studio=rdma_en2"), "all")
+    assert resolve(tmp_path, file).rdma == ("studio=rdma_en5", "mini/studio=rdma_en2")
     assert resolve(tmp_path, file, rdma="a=b").rdma == ("a=b",)
+    assert "'studio=' is not NODE=DEVICE" in refusal(tmp_path, '[rdma]\nstudio = ""')
 
 
 def test_agents_of_one_machine_use_no_other_address(tmp_path: Path) -> None:
@@ -249,9 +178,6 @@ def test_agents_of_one_machine_use_no_other_address(tmp_path: Path) -> None:
 def test_whether_a_model_was_asked_for(tmp_path: Path, given: dict[str, str], expected: bool) -> None:
     """Else the embedded one is for a new cluster only, and not for one that serves another already."""
     assert resolve(tmp_path, **given).model_given is expected
-
-
-# --- what is wrong, and where -----------------------------------------------------------------------------
 
 
 def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
@@ -318,20 +244,7 @@ def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "",
-        "8080",
-        ":8080",
-        "127.0.0.1",
-        "127.0.0.1:",
-        "127.0.0.1:x",
-        "[]:1",
-        "::1:-1",
-        "h:65536",
-        "a b:1",
-        "é:1",
-    ],
+    "value", ["", "8080", ":8080", "127.0.0.1:", "h:x", "[]:1", "::1:-1", "h:65536", "a b:1", "é:1"]
 )
 def test_addresses_that_are_none(tmp_path: Path, value: str) -> None:
     assert refusal(tmp_path, http=value) == f"--http: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}"
@@ -346,52 +259,34 @@ ELSEWHERE += ("localhost.example.com", "127.0.0.1.example.com")
 def test_what_only_programs_of_this_machine_reach(tmp_path: Path, host: str) -> None:
     assert is_loopback(host) is (host in HERE)
     assert resolve(tmp_path, MLXTP_HTTP=f"[{host}]:8080").http_host == host
-
-
-def test_an_empty_host_is_not_this_machine_alone() -> None:
     assert not is_loopback("")
 
 
 @pytest.mark.parametrize(("one", "other"), [("http_cert", "http_key"), ("http_key", "http_cert")])
 def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -> None:
-    both = resolve(tmp_path, http_cert="~/cert.pem", http_key="key.pem")
+    both = resolve(tmp_path, http_cert="~/cert.pem", MLXTP_HTTP_KEY="key.pem")
     assert (both.http_cert, both.http_key) == (str(Path.home() / "cert.pem"), "key.pem")
-    variable, flag = f"MLXTP_{one.upper()}", f"--{one.replace('_', '-')}"
-    mends = f"name the other with --{other.replace('_', '-')}, or {other} in config.toml"
-    for place, given in ((flag, {one: "x.pem"}), (variable, {variable: "x.pem"})):
-        detail = refusal(tmp_path, **given)
-        assert detail.startswith(f"{place}: HTTPS needs a certificate and its private key")
-        assert detail.endswith(mends)
+    detail = refusal(tmp_path, **{one: "x.pem"})
+    assert detail.startswith(f"--{one.replace('_', '-')}: HTTPS needs a certificate and its private key")
+    assert detail.endswith(f"name the other with --{other.replace('_', '-')}, or {other} in config.toml")
     assert refusal(tmp_path, f'{one} = "x.pem"').startswith(f"{one} in {tmp_path / 'config.toml'}, line 1: ")
-    assert resolve(tmp_path, **{variable: "x", f"MLXTP_{other.upper()}": "y"}).http_cert in ("x", "y")
 
 
 WRONG_VALUES: dict[str, tuple[str, ...]] = {
-    "speculation": ("perhaps", "MTP"),
     "repeatable": ("2",),
-    "load_on_request": ("maybe",),
     "max_context": ("-1", "4k", "16777217"),
     "kv_bits": ("3", "eight"),
     "kv_bytes": ("-1", "lots", "1XB", "1.GB"),
     "cache_disk": ("-1", "auto", "1XB", "1025TiB"),
     "name": ("x" * 81, "two\nlines"),
     "control": ("52414", "studio.local:52414", "10.0.0.1:65536", "[::1]:52414"),
-    "discovery": ("perhaps",),
     "peers": ("10.0.0.2:0", "a:1,:2", "http://10.0.0.2:52414", "two words"),
     "nodes": ("0", "9", "both"),
-    "backend": ("mpi",),
     "rdma": ("rdma_en5", "=rdma_en5", "studio=", "/mini=rdma_en5", "studio/=rdma_en5", "a=b=c"),
     "api_keys": ("sometimes", "Always"),
     "model_folders": ("models",),
     "allowed_hosts": ("http://studio.local", "studio.local:52415", "two words", "a..b"),
-    "allowed_origins": (
-        "null",
-        "localhost:3000",
-        "http://localhost:3000/chat",
-        "http://user@localhost",
-        "http://",
-    ),
-    "http_tls": ("perhaps",),
+    "allowed_origins": ("null", "localhost:3000", "http://a:3000/chat", "http://user@a", "http://"),
 }
 
 
@@ -399,30 +294,10 @@ WRONG_VALUES: dict[str, tuple[str, ...]] = {
     ("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values]
 )
 def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
-    several = {
-        "peers": "peer",
-        "allowed_hosts": "allowed-host",
-        "allowed_origins": "allowed-origin",
-        "model_folders": "model-folder",
-    }
-    flag, variable = f"--{several.get(key, key.replace('_', '-'))}", f"MLXTP_{key.upper()}"
-    for name, where in ((key, flag), (variable, variable)):
+    for name, where in ((key, BY_KEY[key].option), (variable_of(key), variable_of(key))):
         place, _, what = refusal(tmp_path, **{name: value}).partition(": ")
         assert place == where
         assert what.partition("' ")[2].startswith(("is n", "is more"))
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ('[fabric.rdma]\na = "b"', "unknown key 'fabric.rdma.a'"),
-        ('[rdma]\nstudio = ""', "'studio=' is not NODE=DEVICE"),
-    ],
-)
-def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> None:
-    detail = refusal(tmp_path, file)
-    assert str(tmp_path / "config.toml") in detail
-    assert words in detail
 
 
 STRINGS = (
@@ -475,10 +350,6 @@ def test_every_setting_has_a_type_and_a_test_of_it() -> None:
     assert len({variable_of(setting.key) for setting in SETTINGS}) == len(SETTINGS)
 
 
-def test_a_number_of_macs_may_be_one_in_the_file(tmp_path: Path) -> None:
-    assert resolve(tmp_path, "nodes = 2\nkv_bytes = 4_000_000").nodes == "2"
-
-
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
@@ -513,15 +384,10 @@ ranks = 3
 [limits]
 queue = 3
 """
-    assert lines_of(text) == [
-        ("name", 2),
-        ("peers", 3),
-        ("model", 6),
-        ("a.rdma", 11),
-        ("a.rdma.mini/studio", 12),
-        ("limits", 13),
-        ("limits.queue", 14),
-    ]
+    assert dict(lines_of(text)) == {
+        **{"name": 2, "peers": 3, "model": 6},
+        **{"a.rdma": 11, "a.rdma.mini/studio": 12, "limits": 13, "limits.queue": 14},
+    }
 
 
 def test_limits_by_file_and_variable(tmp_path: Path) -> None:
@@ -554,37 +420,25 @@ def test_a_command_has_defaults_that_everything_else_beats(tmp_path: Path) -> No
     assert resolve_settings({}, {"MLXTP_HOME": str(tmp_path / "other")}, defaults).home == tmp_path / "other"
 
 
-@pytest.mark.parametrize("content", ["ranks = ", "ranks 2", "[", "\x00"])
-def test_a_file_that_is_no_toml(tmp_path: Path, content: str) -> None:
-    assert refusal(tmp_path, content).startswith(f"{tmp_path / 'config.toml'}: ")
-
-
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+@pytest.mark.parametrize("content", [b"ranks = ", b"ranks 2", b"[", b"\x00", b"\xff\xfe", None])
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    if content is None:
+        (tmp_path / "config.toml").symlink_to("config.toml")
+    else:
+        (tmp_path / "config.toml").write_bytes(content)
     assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: ")
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").symlink_to("config.toml")
-    assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: ")
-
-
-@pytest.mark.parametrize("what", ["folder", "pipe", "device", "socket"])
+@pytest.mark.parametrize("what", ["pipe", "device"])
 def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """A pipe would be waited for, and /dev/zero has no end."""
     monkeypatch.setattr(Path, "read_text", lambda _: pytest.fail("it is read"))
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
-    with socket.socket(socket.AF_UNIX) as listening:
-        match what:
-            case "folder":
-                Path("config.toml").mkdir()
-            case "pipe":
-                os.mkfifo("config.toml")
-            case "device":
-                Path("config.toml").symlink_to("/dev/zero")
-            case _:
-                listening.bind("config.toml")
-        assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: it is not a regular file; ")
+    file = tmp_path / "config.toml"
+    if what == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    assert refusal(tmp_path).startswith(f"{file}: it is not a regular file; ")
 
 
 def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
@@ -597,11 +451,8 @@ def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"split": "40,24", "parallel": "tensor"},
-            "--split 40,24 is for a pipeline, and --parallel is tensor",
-        ),
-        ({"split": "40,24,16", "nodes": "2"}, "--split 40,24,16 is for 3 Macs, and 2 are to share the model"),
+        ({"split": "40,24", "parallel": "tensor"}, "40,24 is for a pipeline, and --parallel is tensor"),
+        ({"split": "40,24,16", "nodes": "2"}, "40,24,16 is for 3 Macs, and 2 are to share the model"),
         ({"parallel": "pipeline", "nodes": "1"}, "--parallel pipeline takes 2 Macs or more, and 1 is to"),
         ({"split": "40,24,16", "nodes": "3"}, ""),
         ({"split": "40,24", "parallel": "pipeline", "nodes": "all"}, ""),
@@ -611,12 +462,8 @@ def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_a_split_goes_with_what_else_is_set(tmp_path: Path, given: dict[str, str], says: str) -> None:
-    flags = {"home": tmp_path, **given}
-    if not says:
-        assert resolve_settings(flags, {}).split == given["split"]
-        return
-    with pytest.raises(ConfigError, match=says):
-        resolve_settings(flags, {})
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        assert resolve(tmp_path, **given).split == given["split"]
 
 
 def test_a_deployment_for_one_mac_is_no_pipeline_though_that_is_set_for_all(tmp_path: Path) -> None:
@@ -628,7 +475,6 @@ def test_a_deployment_for_one_mac_is_no_pipeline_though_that_is_set_for_all(tmp_
 @pytest.mark.parametrize(
     ("given", "row", "split"),
     [
-        ({}, {}, ()),
         ({"parallel": "pipeline"}, {}, (10, 11)),
         ({"parallel": "pipeline", "ranks": 4}, {}, (5, 5, 5, 6)),
         ({"parallel": "pipeline"}, {"parallel": "auto"}, ()),
@@ -656,10 +502,8 @@ def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not
 )
 def test_ranks_of_one_machine_do_not_start_for_a_wrong_split(tmp_path: Path, split: str, says: str) -> None:
     shape = shape_of(llama(num_hidden_layers=4), name="tiny")
-    settings = resolve_settings({"home": tmp_path, "ranks": 2}, {})
-    with pytest.raises(ModelError) as refused:
-        local_split(settings, Deployment("tiny", "tiny", split=split), shape)
-    assert refused.value.detail == says
+    with pytest.raises(ModelError, match=f"^{says}$"):
+        local_split(resolve(tmp_path, ranks="2"), Deployment("tiny", "tiny", split=split), shape)
 
 
 def test_ranks_that_can_share_a_model_in_no_way_are_refused_with_the_reasons_for_both(tmp_path: Path) -> None:

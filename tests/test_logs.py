@@ -17,7 +17,7 @@ import pytest
 
 from mlxtp import audit, logs
 from mlxtp.api.request_context import RequestContext, answering
-from mlxtp.cli.main import _log as begin_log
+from mlxtp.cli.main import _log
 from mlxtp.errors import ConfigError
 from mlxtp.logs import FOREIGN_PER_MINUTE, AuditLog, RotatingLog, keep_audit, log_formatter
 from mlxtp.settings import AUDIT_LOG
@@ -25,15 +25,15 @@ from mlxtp.settings import AUDIT_LOG
 from .live_cluster import until
 
 
-class Log:
+class Log(logging.Logger):
     """A logger of its own, and what it wrote."""
 
     def __init__(self, name: str) -> None:
+        super().__init__("mlxtp.test")
         self.stream = io.StringIO()
         handler = logging.StreamHandler(self.stream)
         handler.setFormatter(log_formatter(name))
-        self.log = logging.Logger("mlxtp.test")
-        self.log.addHandler(handler)
+        self.addHandler(handler)
 
     @property
     def line(self) -> dict[str, object]:
@@ -50,11 +50,20 @@ def json_log() -> Log:
     return Log("json")
 
 
-def test_a_line_says_when_who_and_what(json_log: Log) -> None:
-    json_log.log.warning("epoch %d ended: %s", 3, "rank 1 is gone")
+def test_a_line_says_when_who_and_what_for_which_request_and_fields_replace_none_of_these(
+    json_log: Log,
+) -> None:
+    account = RequestContext("abc", 0.0)
+    account.key = "laptop"
+    more = {"epoch": 3, "rank": 0, "fields": {"status": 200, "message": "forged"}}
+    with answering(account):
+        json_log.warning("epoch %d ended: %s", 3, "rank 1 is gone", extra=more)
     line = json_log.line
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
-    assert line == {"level": "warning", "logger": "mlxtp.test", "message": "epoch 3 ended: rank 1 is gone"}
+    assert line == {
+        **{"level": "warning", "logger": "mlxtp.test", "message": "epoch 3 ended: rank 1 is gone"},
+        **{"request_id": "abc", "key": "laptop", "epoch": 3, "rank": 0, "status": 200},
+    }
 
 
 def test_times_are_utc_with_milliseconds(json_log: Log) -> None:
@@ -63,28 +72,9 @@ def test_times_are_utc_with_milliseconds(json_log: Log) -> None:
     assert '"time": "2025-12-31T23:59:59.000Z"' in log_formatter("json").format(record)
 
 
-def test_a_line_says_what_it_is_about(json_log: Log) -> None:
-    json_log.log.error("it ended", extra={"epoch": 3, "rank": 0})
-    assert (json_log.line["epoch"], json_log.line["rank"]) == (3, 0)
-
-
-def test_a_line_knows_the_request_that_is_answered(json_log: Log) -> None:
-    account = RequestContext("abc", 0.0)
-    account.key = "laptop"
-    with answering(account):
-        json_log.log.info("one")
-    assert (json_log.line["request_id"], json_log.line["key"]) == ("abc", "laptop")
-
-
-def test_fields_of_a_record_stand_beside_the_others_and_replace_none(json_log: Log) -> None:
-    json_log.log.info("done", extra={"fields": {"status": 200, "message": "forged", "path": "/x"}})
-    line = json_log.line
-    assert (line["status"], line["path"], line["message"]) == (200, "/x", "done")
-
-
 @pytest.mark.parametrize("text", ['two\nlines "quoted"', "\x1b[31m", "日本 😀", "\u2028\udc80", "%s %d {}"])
 def test_any_text_is_one_line(json_log: Log, text: str) -> None:
-    json_log.log.info("%s", text)
+    json_log.info("%s", text)
     assert json_log.line["message"] == text
 
 
@@ -92,21 +82,21 @@ def test_an_exception_is_in_its_line(json_log: Log) -> None:
     try:
         raise ValueError("why")
     except ValueError:
-        json_log.log.exception("epoch %d", 3)
+        json_log.exception("epoch %d", 3)
     assert "Traceback" in str(json_log.line["exception"])
     assert "ValueError: why" in str(json_log.line["exception"])
 
 
 def test_what_is_no_json_is_written_as_text(json_log: Log) -> None:
-    json_log.log.info("x", extra={"epoch": object(), "fields": {"nan": {1, 2}}})
+    json_log.info("x", extra={"epoch": object()})
     assert "object object" in str(json_log.line["epoch"])
 
 
 def test_people_see_the_requests_id_at_the_end_of_a_line() -> None:
     text = Log("text")
-    text.log.warning("no agent replies")
+    text.warning("no agent replies")
     with answering(RequestContext("abc", 0.0)):
-        text.log.warning("a request failed")
+        text.warning("a request failed")
     first, second = text.stream.getvalue().splitlines()
     assert first.endswith("WARNING no agent replies")
     assert second.endswith("WARNING a request failed [abc]")
@@ -124,8 +114,13 @@ def root() -> Iterator[logging.Logger]:
     mlxtp.setLevel(own)
 
 
+def begin_log(*how: str) -> None:
+    """As a process begins."""
+    logging.getLogger().handlers[:] = []
+    _log(*how)
+
+
 def test_all_that_a_json_agent_logs_is_json(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    root.handlers[:] = []  # as a process begins
     begin_log("json")
     logging.getLogger("mlxtp.node").info("hello")
     logging.getLogger("asyncio").error("another program")
@@ -133,13 +128,6 @@ def test_all_that_a_json_agent_logs_is_json(root: logging.Logger, capsys: pytest
     warnings.warn("a library's", stacklevel=1)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["logger"] for line in lines] == ["mlxtp.node", "asyncio", "py.warnings"]
-
-
-def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    root.handlers[:] = []
-    begin_log("text")
-    logging.getLogger("mlxtp.node").info("hello")
-    assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)
 
 
 def test_a_log_file_starts_over_and_keeps_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +161,6 @@ def test_a_log_file_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_terminal_is_told_where_the_log_goes(
     root: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    root.handlers[:] = []
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     begin_log("text", str(tmp_path / "log"))
     assert capsys.readouterr().err == f"mlxtp: the log goes to {tmp_path / 'log'}\n"
@@ -198,7 +185,6 @@ def test_a_log_that_cannot_be_written_is_told_once(
 def test_everything_an_agent_with_a_log_file_says_is_there(
     root: logging.Logger, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    root.handlers[:] = []
     begin_log("json", str(tmp_path / "log"))
     logging.getLogger("mlxtp.node").info("hello")
     warnings.warn("a library's", stacklevel=1)
@@ -209,38 +195,27 @@ def test_everything_an_agent_with_a_log_file_says_is_there(
 
 def test_what_others_say_steers_no_terminal_and_makes_no_line_of_its_own() -> None:
     text = Log("text")
-    text.log.warning("%s joined\n%s", "\x1b[2J\u202emac", "2026 CRITICAL all is lost\r\x9b1m")
-    line = text.stream.getvalue()
-    assert line.endswith(" WARNING ?[2J?mac joined 2026 CRITICAL all is lost ?1m\n")
-    assert line.count("\n") == 1
-
-
-def test_nor_do_the_words_of_an_error() -> None:
-    text_log = Log("text")
+    text.warning("%s joined\n%s", "\x1b[2J\u202emac", "2026 CRITICAL all is lost\r\x9b1m")
     try:
         raise ValueError("\x1b[2J\nsecond\u2028line")
     except ValueError:
-        text_log.log.exception("it failed")
-    text = text_log.stream.getvalue()
-    assert "\x1b" not in text
-    assert "\u2028" not in text
-    assert "Traceback (most recent call last):\n" in text
-    assert "ValueError: ?[2J\nsecond line\n" in text
+        text.exception("it failed")
+    first, _, error = text.stream.getvalue().partition("\n")
+    assert first.endswith(" WARNING ?[2J?mac joined 2026 CRITICAL all is lost ?1m")
+    assert not {"\x1b", "\u2028"} & set(error)
+    assert "Traceback (most recent call last):\n" in error
+    assert "ValueError: ?[2J\nsecond line\n" in error
 
 
 def test_on_a_terminal_it_is_the_same(monkeypatch: pytest.MonkeyPatch, root: logging.Logger) -> None:
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", stream)
-    root.handlers[:] = []
     begin_log("text")
     root.error("%s joined", "\x1b[2Jmac\nnext")
     shown = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())  # the colours of the line
     assert "?[2Jmac next joined" in shown
     assert "\x1b" not in shown
-
-
-# --- the audit log ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -31,22 +31,6 @@ def test_it_admits_what_both_bounds_allow(most: int, most_of_one: int, moves: li
         assert counter.of(source) == model[source]
 
 
-@given(SOURCES, st.integers(1, 5))
-def test_who_leaves_makes_room_for_another(source: str, most: int) -> None:
-    counter = AdmissionCounter(most, most)
-    for _ in range(most):
-        assert counter.admit(source) == ""
-    assert counter.admit(source)
-    counter.release(source)
-    assert counter.admit("another") == ""
-
-
-def test_one_source_leaves_room_for_others() -> None:
-    counter = AdmissionCounter(3, 2)
-    assert [counter.admit("one") for _ in range(3)] == ["", "", "too many from one address"]
-    assert [counter.admit("other") for _ in range(2)] == ["", "too many"]
-
-
 def test_a_source_that_is_refused_or_gone_is_forgotten() -> None:
     counter = AdmissionCounter(1, 1)
     counter.admit("one")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -39,6 +40,10 @@ played = scenes(lambda story: run(within(story())), stages=0)
 pytestmark = pytest.mark.group
 
 
+def in_(home: Path, **fields: Any) -> Settings:
+    return Settings(home, "127.0.0.1", 0, 1, **fields)
+
+
 async def start_and_stop(settings: Settings) -> None:
     async with running_agent(settings):
         pass
@@ -61,14 +66,13 @@ def test_a_hard_limit_of_open_files_with_which_no_rank_starts_is_said_at_once(
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
     monkeypatch.setattr("resource.setrlimit", refuses)
     with pytest.raises(ConfigError, match=r"at most 256 files .* ranks need 4096; raise the hard limit"):
-        asyncio.run(start_and_stop(Settings(tmp_path, "127.0.0.1", 0, 1, "tiny")))
+        asyncio.run(start_and_stop(in_(tmp_path)))
 
 
 def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    settings = Settings(tmp_path / "file" / "home", "127.0.0.1", 0, 1, "tiny")
     with pytest.raises(ConfigError, match=r"--home .*file/home: "):
-        asyncio.run(start_and_stop(settings))
+        asyncio.run(start_and_stop(in_(tmp_path / "file" / "home")))
 
 
 @pytest.mark.parametrize("open_", ["", "run", "lock", "kv-cache"])
@@ -114,10 +118,8 @@ def test_a_new_home_is_closed_whatever_the_umask(tmp_path: Path) -> None:
             pass
     finally:
         os.umask(before)
-    made = [tmp_path / "above", *(tmp_path / "above").rglob("*")]
-    assert {each.name: stat.S_IMODE(each.stat().st_mode) for each in made} == {
-        "above": 0o700, "home": 0o700, "run": 0o700, "lock": 0o600
-    }  # fmt: skip
+    modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in tmp_path.rglob("*")}
+    assert modes == {"above": 0o700, "home": 0o700, "run": 0o700, "lock": 0o600}
 
 
 def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
@@ -131,30 +133,24 @@ def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
     assert not rest.exists()
     cluster.close()  # while it waits for the ranks' first word
     gc.collect()  # asyncio tells of a task that was left behind when it is thrown away
-    assert [
-        r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR
-    ] == []
+    assert not [each for each in caplog.records if each.name == "asyncio" and each.levelno >= logging.ERROR]
 
 
 def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
     theirs, left = tmp_path / "run" / "important", tmp_path / "run" / "epoch-7"
     theirs.mkdir(parents=True)
     left.mkdir()
-    settings = Settings(tmp_path, "127.0.0.1", 0, 1, "/no/such/model")
     with pytest.raises(ModelError):
-        asyncio.run(start_and_stop(settings))
+        asyncio.run(start_and_stop(in_(tmp_path, model="/no/such/model")))
     assert theirs.exists()
     assert not left.exists()
-
-
-# --- what an agent's parts tell each other ----------------------------------------------------------------
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "in a cluster"])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Of an agent whose supervisor a test plays, so it has no ranks."""
     where = {"control_host": "127.0.0.1", "control_port": 0, "discovery": False}
-    return Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, keep_awake=False, **where)
+    return in_(tmp_path, cluster=request.param, keep_awake=False, **where)
 
 
 @played()
@@ -169,52 +165,37 @@ async def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: 
         await sees(lambda: slept == [600.0])
 
 
-def test_clients_still_read_once_ranks_have_ended(
+@played()
+async def test_clients_still_read_once_ranks_have_ended(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     reached: list[bool] = []
 
-    async def story() -> None:
-        async with running_agent(settings, spares=False) as agent:
-            agent.on_left = lambda: reached.append(reaches(agent.url))
-
     def reaches(url: str) -> bool:
-        parts = urlsplit(url)
-        with socket.create_connection((parts.hostname, parts.port)):
+        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)):
             return True
 
-    run(within(story()))
+    async with running_agent(settings, spares=False) as agent:
+        agent.on_left = lambda: reached.append(reaches(agent.url))
     assert reached == [True]
 
 
+@pytest.mark.parametrize("endpoint", [False, True])
 @played()
-async def test_a_bug_in_what_keeps_ranks_ends_it_too(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def err(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Supervisor, "run", err)
-    async with running_agent(settings, spares=False) as agent:
-        with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
-            await agent.wait_ready()
-        assert failed.value.code is Code.INTERNAL
-        assert agent.over.exception() is failed.value
-
-
-@played()
-async def test_a_bug_of_the_endpoint_ends_an_agent(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+async def test_a_bug_of_the_endpoint_or_in_what_keeps_ranks_ends_an_agent(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, endpoint: bool
 ) -> None:
     async def err(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(agent_module, "serve", err)
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait() if endpoint else err())
+    if endpoint:
+        monkeypatch.setattr(agent_module, "serve", err)
     async with running_agent(settings, spares=False) as agent:
         with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
             await agent.wait_ready()
+        assert failed.value.code is Code.INTERNAL
         assert agent.over.exception() is failed.value
 
 

@@ -30,22 +30,15 @@ def test_each_short_name_stands_for_one_repository() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "full"),
+    ("full", "names"),
     [
-        ("llama3.2", LLAMA),
-        ("llama3.2:3b", LLAMA),
-        ("llama3.2:latest", LLAMA),
-        ("llama-3.2-3B", LLAMA),
-        ("gpt-oss-20b-MXFP4-Q8", "mlx-community/gpt-oss-20b-MXFP4-Q8"),
-        ("llama3.2:7b", ""),
-        (":latest", ""),
-        ("", ""),
-        (None, ""),
-        (LLAMA, ""),
+        (LLAMA, ("llama3.2", "llama3.2:3b", "llama3.2:latest", "llama-3.2-3B")),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", ("gpt-oss-20b-MXFP4-Q8",)),
+        ("", ("llama3.2:7b", ":latest", "", None, LLAMA)),
     ],
 )
-def test_what_a_name_stands_for(name: str | None, full: str) -> None:
-    assert stands_for(name) == full
+def test_what_a_name_stands_for(full: str, names: tuple[str | None, ...]) -> None:
+    assert {stands_for(name) for name in names} == {full}
 
 
 def test_a_folder_comes_before_the_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,7 @@ from mlxtp.verbs import VERBS, HandOver, LetIn, Serve, StartDrain, Status, Verb
 def test_a_body_is_read_as_the_verb_that_wrote_it(verb: Verb) -> None:
     assert type(verb).read(verb.body()) == verb
     assert VERBS[verb.path] is type(verb)
-
-
-def test_a_body_has_only_what_is_given() -> None:
     assert HandOver("mini", move=True).body() == {"node": "mini", "move": True}
-    assert Serve("").body() == {"model": ""}
 
 
 def test_an_empty_text_is_left_out_unless_it_must_be_given() -> None:

@@ -175,7 +175,6 @@ SLOW = (
     "cluster/test_links.py::test_a_member_that_floods_is_read_slower_then_cut_and_kept_out_for_a_while",
     "discovery/test_mdns.py::test_a_copy_is_told_once_when_our_own_name_is_known",
     "discovery/test_mdns.py::test_so_many_are_asked_at_once_and_the_silent_again",
-    "engine/test_block_store.py::test_ten_thousand_blocks_are_found",
     "engine/test_payoff.py::test_hardly_slower_than_the_best_fixed_choice_and_than_none",
     "engine/test_pipeline.py",
     "engine/test_sampler.py::test_draws_follow_the_filtered_distribution",

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,6 +93,13 @@ def group(tmp_path: Path) -> Iterator[Group]:
         yield made
 
 
+@contextlib.contextmanager
+def of_one_agent(folder: Path, size: int = 2) -> Iterator[Group]:
+    """Ranks that need no certificates."""
+    with contextlib.closing(Group(folder, size, pinned=False)) as made:
+        yield made
+
+
 def joined(zero: Future[Links], *others: Future[Links]) -> None:
     """All are there, and what rank 0 sends to each arrives at that one."""
     links = zero.result(WAIT_S)
@@ -123,9 +129,6 @@ def closed(sock: socket.socket) -> bool:
         return True
 
 
-# --- those that belong here -------------------------------------------------------------------------------
-
-
 def test_ranks_of_several_macs_find_each_other(tmp_path: Path) -> None:
     with contextlib.closing(Group(tmp_path, 4)) as group:
         others = [group.rank(rank) for rank in (3, 1, 2)]
@@ -138,15 +141,9 @@ def test_the_next_address_of_rank_0_is_tried_where_the_faster_one_is_of_no_use(
     """The cable is out, or another machine has that address on a network of its own."""
     monkeypatch.setattr(decode_links, "FASTER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-        zero = group.rank(0)
-        one = group.rank(1, decode_address=f"127.0.0.1:1,127.0.0.1:{port},127.0.0.1:{group.port}")
-        joined(zero, one)
-
-
-def test_ranks_of_one_agent_need_no_certificates(tmp_path: Path) -> None:
-    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
-        joined(group.rank(0), group.rank(1))
+        ports = (1, stranger.getsockname()[1], group.port)
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        joined(group.rank(0), group.rank(1, decode_address=addresses))
 
 
 def test_the_benchmark_delays_both_ends_of_every_link(
@@ -157,7 +154,7 @@ def test_the_benchmark_delays_both_ends_of_every_link(
     delay.set(0.1)
     delayed_worker.delay_links(delay)
     began = time.monotonic()
-    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+    with of_one_agent(tmp_path) as group:
         joined(group.rank(0), group.rank(1))
     assert time.monotonic() - began > 4 * 0.1  # Hello, Welcome, Init, InitDone
 
@@ -168,12 +165,9 @@ def test_what_passes_between_macs_cannot_be_read(group: Group) -> None:
     seen = bytearray()
 
     def pass_on() -> None:
-        with tap, tap.accept()[0] as one, group.knock() as other:
-            ways = [threading.Thread(target=copy, args=pair) for pair in ((one, other), (other, one))]
-            for way in ways:
-                way.start()
-            for way in ways:
-                way.join(WAIT_S)
+        with tap, tap.accept()[0] as one, group.knock() as other, ThreadPoolExecutor() as ways:
+            ways.submit(copy, one, other)
+            ways.submit(copy, other, one)
 
     def copy(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -182,21 +176,16 @@ def test_what_passes_between_macs_cannot_be_read(group: Group) -> None:
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    tapping = threading.Thread(target=pass_on)
-    tapping.start()
-    zero = group.rank(0)
-    one = group.rank(1, decode_address="127.0.0.1:{}".format(*tap.getsockname()[1:]))
-    joined(zero, one)
-    for links in (zero, one):
-        for link in links.result().values():
-            link.close()
-    tapping.join(WAIT_S)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(pass_on)
+        zero, one = group.rank(0), group.rank(1, decode_address=f"127.0.0.1:{tap.getsockname()[1]}")
+        joined(zero, one)
+        for links in (zero, one):
+            for link in links.result().values():
+                link.close()
     assert len(seen) > 1000
     assert b"proof" not in seen
     assert b"world_size" not in seen
-
-
-# --- those that do not ------------------------------------------------------------------------------------
 
 
 def test_another_member_of_the_cluster_is_no_rank_though_it_knows_everything(group: Group) -> None:
@@ -210,8 +199,7 @@ def test_another_member_of_the_cluster_is_no_rank_though_it_knows_everything(gro
 
 def test_a_rank_gives_its_proof_to_rank_0_alone(group: Group) -> None:
     """A process that listens in rank 0's place is a member, too; it gets not one frame."""
-    outsider = group.outsider
-    context = member_context_server(outsider.credentials, (ALPN_DECODE,))
+    context = member_context_server(group.outsider.credentials, (ALPN_DECODE,))
     one = group.rank(1)
     with group.listener.accept()[0] as sock:
         sock.settimeout(WAIT_S)
@@ -223,37 +211,28 @@ def test_a_rank_gives_its_proof_to_rank_0_alone(group: Group) -> None:
 
 def test_pins_are_never_left_aside(group: Group) -> None:
     """Without its certificate a rank does not fall back to what anybody could read."""
-    bootstrap = replace(group.bootstrap, rank=1)
-    accepted: list[bytes] = []
 
-    def plain() -> None:
-        sock, _ = group.listener.accept()
-        with sock:
-            accepted.append(sock.recv(1))
+    def plain() -> bytes:
+        with group.listener.accept()[0] as sock:
+            return sock.recv(1)
 
-    server = threading.Thread(target=plain)
-    server.start()
-    with pytest.raises(ProtocolError, match="has another key"):
-        open_links(EPOCH, bootstrap, None, None)
-    server.join(WAIT_S)
-    assert accepted == [b""]
+    with ThreadPoolExecutor() as threads:
+        accepted = threads.submit(plain)
+        with pytest.raises(ProtocolError, match="has another key"):
+            open_links(EPOCH, replace(group.bootstrap, rank=1), None, None)
+        assert accepted.result(WAIT_S) == b""
 
 
 @pytest.mark.parametrize(
     "greeting",
     [
-        hello(key=b"x" * 32),
-        hello(epoch=EPOCH + 1),
-        hello(rank=0),
-        hello(rank=2),
-        replace(hello(), rank=7),
-        replace(hello(), proof=b""),
-        Ack(1, 1, 1, 0),
+        *(hello(key=b"x" * 32), hello(epoch=EPOCH + 1), hello(rank=0), hello(rank=2)),
+        *(replace(hello(), rank=7), replace(hello(), proof=b""), Ack(1, 1, 1, 0)),
     ],
     ids=["another key", "another epoch's", "rank 0", "rank 2 of 2", "rank 7", "no proof", "no hello"],
 )
 def test_a_greeting_that_proves_nothing(tmp_path: Path, greeting: Message) -> None:
-    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+    with of_one_agent(tmp_path) as group:
         zero = group.rank(0)
         with group.knock() as sock:
             sock.sendall(encode(greeting, EPOCH, 1))
@@ -262,7 +241,7 @@ def test_a_greeting_that_proves_nothing(tmp_path: Path, greeting: Message) -> No
 
 
 def test_a_second_rank_1_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
-    with contextlib.closing(Group(tmp_path, 3, pinned=False)) as group:
+    with of_one_agent(tmp_path, 3) as group:
         zero, one = group.rank(0), group.rank(1)
         one.result(WAIT_S)
         with group.knock() as sock:
@@ -272,13 +251,12 @@ def test_a_second_rank_1_does_not_take_the_place_of_the_first(tmp_path: Path) ->
 
 
 def test_who_answers_without_the_epoch_s_key_is_not_rank_0(tmp_path: Path) -> None:
-    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+    with of_one_agent(tmp_path) as group:
         one = group.rank(1)
         with group.listener.accept()[0] as sock:
             sock.recv(65536)
-            sock.sendall(
-                encode(Welcome(PROTOCOL_VERSION, welcome_proof(b"x" * 32, EPOCH, 1, bytes(16))), EPOCH, 1)
-            )
+            welcome = Welcome(PROTOCOL_VERSION, welcome_proof(b"x" * 32, EPOCH, 1, bytes(16)))
+            sock.sendall(encode(welcome, EPOCH, 1))
             with pytest.raises(ProtocolError, match="does not know this epoch's key"):
                 one.result(WAIT_S)
 
@@ -343,15 +321,10 @@ def test_one_address_of_the_network_may_not_fill_all_places(
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
-    with contextlib.closing(Group(tmp_path, 4, pinned=False)) as group:
+    with of_one_agent(tmp_path, 4) as group:
         zero = group.rank(0, deadline_s=0.5)
         group.rank(2)
         with refused(LinkError, Code.LINK_TIMEOUT, r"ranks \[1, 3\] did not connect within 0\.5 s"):
             zero.result(WAIT_S)
         with pytest.raises(ConnectionRefusedError):
             group.knock()
-
-
-def test_a_group_of_one_needs_no_links() -> None:
-    alone = Bootstrap(0, 1, "none", (), "", KEY, 1.0, 1.0, 1)
-    assert open_links(EPOCH, alone, None, None) == {}

@@ -1,4 +1,4 @@
-"""The loop of rank 0 in the test's own process: a group of one, whose agent is the test."""
+"""The loop of rank 0 in the test's process: a group of one, whose agent is the test; and others' replies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,12 +23,15 @@ from mlxtp.engine.requests import Emitter
 from mlxtp.engine.sampler import Chooser
 from mlxtp.engine.steps import Policy
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.errors import Code, GroupError, ModelError
+from mlxtp.errors import Code, GroupError, LinkError, ModelError
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.messages import (
     Accepted,
+    Ack,
     Bootstrap,
     Cancel,
     Delta,
+    Done,
     Error,
     Finished,
     Forward,
@@ -40,10 +43,13 @@ from mlxtp.wire.messages import (
     Shaping,
     Shutdown,
 )
+from mlxtp.wire.session import Received
 
+from ..live_cluster import WAIT_S
 from ..reference import spoken
 from .families import FAMILIES
 from .small_models import write_model
+from .tables import refused
 
 ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1, repeatable=True)
 
@@ -122,33 +128,52 @@ class Crossing(Mailbox):
         return True
 
 
-def load_of(folder: Path, **more: Any) -> LoadShard:
-    return LoadShard(str(folder), 512, (), **more)
+Begin = Callable[..., Story]
+Before = Callable[[Any, str, Callable[..., object]], None]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, folder: Path) -> Begin:
+    """A story of a model that is loaded, and what the agent says then."""
+
+    def story(*orders: Message, chunk: int = 512, draft_path: str = "", **bootstrap: Any) -> Story:
+        load = LoadShard(str(folder), chunk, (), draft_path=draft_path)
+        return Story(tmp_path, load, *orders, **bootstrap)
+
+    return story
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Before:
+    """Something is done each time that a method is called, before it is."""
+
+    def do(owner: Any, name: str, act: Callable[..., object]) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: (act(*args), call(*args, **more))[1])
+
+    return do
 
 
 def test_a_message_that_arrives_while_another_sender_is_asked_is_not_slept_over(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "Mailbox", Crossing)
-    *_, finished = Story(tmp_path, load_of(folder), Generate(1, (7, 8, 9), 4)).play()
-    assert isinstance(finished, Finished)
+    assert isinstance(begin(Generate(1, (7, 8, 9), 4)).play()[-1], Finished)
 
 
 @pytest.mark.parametrize(("large", "chunks"), [(False, [240]), (True, [64, 64, 64, 48])])
 def test_large_command_buffers_take_small_chunks_of_prompts(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, large: bool, chunks: list[int]
+    begin: Begin, before: Before, monkeypatch: pytest.MonkeyPatch, large: bool, chunks: list[int]
 ) -> None:
     monkeypatch.setattr("mlxtp.chunks.BUFFERED", 64)
-    asked = Generate(1, (7, 8, 9, 10) * 60, 2)
-    story = Story(tmp_path, load_of(folder), asked, large_buffers=large)
-    frames = list[Message]()
-    monkeypatch.setattr(story.followers, "send", lambda message: frames.append(message) or len(frames))
+    story, frames = begin(Generate(1, (7, 8, 9, 10) * 60, 2), large_buffers=large), list[Message]()
+    before(story.followers, "send", frames.append)
     story.play()
     assert [len(each.tokens) for each in frames if isinstance(each, Forward) and each.prompts] == chunks
 
 
-def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
-    *_, accepted, refused = Story(tmp_path, load_of(folder), Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
+def test_a_request_that_waits_too_long_for_room_is_refused(begin: Begin) -> None:
+    *_, accepted, refused = begin(Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
     assert accepted == Accepted(1)
     assert isinstance(refused, Error)
     assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
@@ -160,23 +185,21 @@ PROMPT = tuple(range(5, 25))
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_each_chunk_of_a_prompt_reports_what_is_computed(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, run_ahead: int
 ) -> None:
     monkeypatch.setattr(requests, "PROGRESS_S", 0.0)
-    load = LoadShard(str(folder), 8, ())
-    again = Generate(2, (*PROMPT, *PROMPT), 1)
-    said = Story(tmp_path, load, Generate(1, PROMPT, 1), again, run_ahead=run_ahead).play()
+    asked = Generate(1, PROMPT, 1), Generate(2, (*PROMPT, *PROMPT), 1)
+    said = begin(*asked, chunk=8, run_ahead=run_ahead).play()
     reports = [(each.uid, each.computed, each.cached) for each in said if isinstance(each, Prefilled)]
     assert reports == [(1, 0, 0), (1, 8, 0), (1, 16, 0), (2, 20, 20), (2, 28, 20), (2, 36, 20)]
 
 
 def test_what_the_others_got_is_run_here_too_when_they_disagree(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, before: Before, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it their forward would never end, nor their memory be given back."""
-    story = Story(tmp_path, LoadShard(str(folder), 8, ()), Generate(1, PROMPT, 9))
+    story = begin(Generate(1, PROMPT, 9), chunk=8)
     sent, launched = [], []
-    send, launch = story.followers.send, story.rank.launch
 
     def disagree(_result: Any) -> bool:
         between = len(sent) > len(launched)
@@ -184,61 +207,48 @@ def test_what_the_others_got_is_run_here_too_when_they_disagree(
             raise GroupError("rank 1 reports another digest", Code.DESYNC)
         return between
 
-    def note(message: Message) -> int:
-        if isinstance(message, Forward):
-            sent.append(message)
-        return send(message)
-
-    monkeypatch.setattr(story.followers, "send", note)
+    before(story.followers, "send", lambda each: sent.append(each) if isinstance(each, Forward) else None)
+    before(story.rank, "launch", lambda _step, frame, *_: launched.append(frame))
     monkeypatch.setattr(story.followers, "acknowledged", disagree)
-    monkeypatch.setattr(story.rank, "launch", lambda *args: (launched.append(args[1]), launch(*args))[1])
     with pytest.raises(GroupError, match="another digest"):
         story.play()
     assert launched == sent
 
 
 def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_there(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, before: Before, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Acks for a forward arrive while the frame after it is sent, once rank 0 has settled it."""
-    orders = load_of(folder), Generate(1, PROMPT, 6, ignore_eos=True)
-    story = Story(tmp_path, *orders, speculation="off")
+    story = begin(Generate(1, PROMPT, 6, ignore_eos=True), speculation="off")
     settled, acknowledged, left = list[int](), set[int](), list[int]()
-    send, settle, launch, wait = (story.followers.send, story.rank.settle, story.rank.launch, story.mail.wait)
+    settle, wait = story.rank.settle, story.mail.wait
 
     def note(result: Result) -> Result:
         settled.append(result.step)
         return result
 
-    def arrive(then: Any) -> Any:
+    def waits(timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
+        came = wait(0, of) if settled else wait(timeout_s, of)
         acknowledged.update(settled)
-        return then
+        return came
 
-    def queue(*args: Any) -> RunningForward:
+    def queue(*_: Any) -> None:
         left.append(sum(len(each.tokens) for each in story.said if isinstance(each, Delta)))
-        return launch(*args)
 
     monkeypatch.setattr(story.rank, "settle", lambda forward: note(settle(forward)))
-    monkeypatch.setattr(story.rank, "launch", queue)
-    monkeypatch.setattr(story.followers, "send", lambda message: arrive(send(message)))
+    before(story.rank, "launch", queue)
+    before(story.followers, "send", lambda _: acknowledged.update(settled))
     monkeypatch.setattr(story.followers, "acknowledged", lambda result: result.step in acknowledged)
-
-    def waits(timeout_s: float | None = None, of: Iterable[int] = ()) -> Any:
-        return arrive(wait(0, of) if settled else wait(timeout_s, of))
-
     monkeypatch.setattr(story.mail, "wait", waits)
     story.play()
     assert left == [0, 0, 1, 2, 3, 4]
 
 
 def test_a_first_token_leaves_before_the_next_prompt_is_queued_and_no_step_waits_for_it(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, before: Before
 ) -> None:
     def asks(uid: int) -> Generate:
         return Generate(uid, (uid, *PROMPT, *PROMPT), 3, ignore_eos=True)  # too long to be computed together
-
-    story = Story(tmp_path, load_of(folder), asks(1), *[Shutdown()] * 2, speculation="off")
-    events, launch = list[str](), story.rank.launch
 
     def hears(message: Message) -> None:
         if message == Accepted(1):
@@ -247,101 +257,61 @@ def test_a_first_token_leaves_before_the_next_prompt_is_queued_and_no_step_waits
         if isinstance(message, Delta):
             events.append("".join(map(str, message.uids)))
 
-    def queue(step: int, frame: Any, *args: Any) -> RunningForward:
-        events.append("prompt" if frame.prompts else "step")
-        return launch(step, frame, *args)
-
-    monkeypatch.setattr(story.rank, "launch", queue)
+    story, events = begin(asks(1), *[Shutdown()] * 2, speculation="off"), list[str]()
+    before(story.rank, "launch", lambda _, frame, *__: events.append("prompt" if frame.prompts else "step"))
     story.hears = hears
     story.play()
     assert events[:8] == ["prompt", "1", "prompt", "2", "prompt", "step", "3", "step"]
 
 
-class Pair(Story):
-    """A guided request, and one without a grammar that still runs when the first one ends."""
-
-    def __init__(self, tmp_path: Path, folder: Path) -> None:
-        shaping = Shaping(grammar_kind="regex", grammar="[ab]{6}")
-        guided = Generate(1, PROMPT, 9, shaping=shaping)
-        super().__init__(tmp_path, load_of(folder), guided, Shutdown())
-
-    def send(self, message: Message) -> None:
-        super().send(message)
-        if message == Accepted(1):
-            self.mail.post(AGENT, Arrived(Generate(2, PROMPT[::-1], 60, ignore_eos=True)))
-
-
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pair(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """A guided request, and one without a grammar that still runs when the first one ends; as on a GPU."""
     monkeypatch.setattr(requests, "Policy", lambda **fields: Policy(**{**fields, "late": True}))
+    shaping = Shaping(grammar_kind="regex", grammar="[ab]{6}")
+    story = begin(Generate(1, PROMPT, 9, shaping=shaping), Shutdown())
+
+    def hears(message: Message) -> None:
+        if message == Accepted(1):
+            story.mail.post(AGENT, Arrived(Generate(2, PROMPT[::-1], 60, ignore_eos=True)))
+
+    story.hears = hears
+    return story
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    story = Pair(tmp_path, folder)
+def test_a_guided_step_is_queued_before_the_token_before_it_is_known(pair: Story, before: Before) -> None:
     events = list[str]()
-    send, settle = story.followers.send, story.rank.settle
-
-    def sent(message: Message) -> int:
-        if isinstance(message, Forward):
-            events.append("send")
-        return send(message)
-
-    def known(forward: RunningForward) -> Result:
-        events.append("settle")
-        return settle(forward)
-
-    monkeypatch.setattr(story.followers, "send", sent)
-    monkeypatch.setattr(story.rank, "settle", known)
-    story.play()
+    before(pair.followers, "send", lambda each: isinstance(each, Forward) and events.append("send"))
+    before(pair.rank, "settle", lambda _: events.append("settle"))
+    pair.play()
     # The first prompt alone, then step after step, each before the one before it is settled.
     assert " ".join(events).startswith("send settle send send settle send settle send settle")
-    deltas = [each for each in story.said if isinstance(each, Delta)]
-    said = [pair for each in deltas for pair in zip(each.uids, each.tokens, strict=True)]
-    tokens = tuple([token for uid, token in said if uid == 1])
-    assert re.fullmatch("[ab]{6}", spoken(tokens))
+    deltas = [each for each in pair.said if isinstance(each, Delta)]
+    said = [each for delta in deltas for each in zip(delta.uids, delta.tokens, strict=True)]
+    assert re.fullmatch("[ab]{6}", spoken([token for uid, token in said if uid == 1]))
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_step_whose_wait_fails_chooses_all_the_same(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_wait_fails_chooses_all_the_same(pair: Story, before: Before) -> None:
     """The other ranks wait in its last sum for what rank 0 chooses."""
-    story = Pair(tmp_path, folder)
-    settle, chose, settled = story.rank.settle, Chooser.choose, list[int]()
-    chosen = list[int]()
+    settled, chosen = list[int](), list[int]()
 
-    def fail(forward: Forward) -> Result:
+    def fail(forward: RunningForward) -> None:
         settled.append(forward.step)
         if len(settled) == 3:
             raise Terminated
-        return settle(forward)
 
-    def note(chooser: Chooser, *args: Any, **named: Any) -> Any:
-        chosen.append(len(settled))
-        return chose(chooser, *args, **named)
-
-    monkeypatch.setattr(story.rank, "settle", fail)
-    monkeypatch.setattr(Chooser, "choose", note)
+    before(pair.rank, "settle", fail)
+    before(Chooser, "choose", lambda *_: chosen.append(len(settled)))
     with pytest.raises(Terminated):
-        story.play()
+        pair.play()
     assert chosen == [0, 1, 3]
 
 
 def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, before: Before
 ) -> None:
-    said = list[int]()
-    story = Story(tmp_path, load_of(folder))
-    read = grammar.read_tokenizer
-
-    def note(*args: Any) -> Any:
-        said.append(len(story.said))
-        return read(*args)
-
-    monkeypatch.setattr(grammar, "read_tokenizer", note)
+    story, said = begin(), list[int]()
+    before(grammar, "read_tokenizer", lambda *_: said.append(len(story.said)))
     [reply] = story.play()
     assert isinstance(reply, Loaded)
     assert said == [0]
@@ -359,7 +329,7 @@ def test_a_request_has_one_last_result() -> None:
     assert said == [failed, ended]
 
 
-def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:
+def test_progress_is_reported_now_and_then_and_of_open_requests_alone() -> None:
     now, said = [5.0], list[Message]()
     pipe: Any = SimpleNamespace(send=said.append)
     voice = Emitter(pipe, RankTelemetry(), lambda: now[0])
@@ -377,10 +347,10 @@ def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    begin: Begin, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """The watch judges a load by its phase, and by its reports of progress."""
-    story = Story(tmp_path, LoadShard(str(folder), 512, (), draft_path=str(folder)))
+    story = begin(draft_path=str(folder))
     phases, progress = [], []
 
     class Watched(DraftModel):
@@ -399,13 +369,9 @@ def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
     assert progress > [0.0]
 
 
-def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(begin: Begin) -> None:
     """Half of it was said by a group that failed."""
-    load = load_of(folder)
-    again = Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1)
-    *_, finished = Story(tmp_path, load, again, queue_s=0.0).play()
+    *_, finished = begin(Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1), queue_s=0.0).play()
     assert isinstance(finished, Finished)
     assert (finished.uid, finished.reason) == (1, "length")
 
@@ -428,3 +394,59 @@ def test_what_ends_with_its_model_goes_to_disk(tmp_path: Path) -> None:
     assert finished.reason == "cancel"
     ends = [int(path.name.split("-")[1]) for path in disk.glob("*/*-*-*")]
     assert max(ends) > 1550
+
+
+DONE = Received(1, Done())
+
+
+def with_followers(mail: Mailbox, ranks: int) -> Followers:
+    return Followers({rank: cast(BlockingLink, None) for rank in range(1, ranks + 1)}, mail)
+
+
+def test_every_reply_is_read_and_all_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mail = Mailbox()
+    wait = mail.wait
+    monkeypatch.setattr(mail, "wait", lambda _s=None, of=(): wait(0, of))  # the time passes at once
+    for rank in (2, 4):
+        mail.post(rank, DONE)
+    with refused(LinkError, Code.LINK_TIMEOUT, r"nothing came from rank 1 and rank 3 within 5 s"):
+        with_followers(mail, 4).replies(5.0)
+    assert mail.take(2) is mail.take(4) is None
+
+
+def test_all_ranks_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits_s = [0.0], list[float]()
+
+    def receive(_rank: int, deadline_s: float) -> Any:
+        waits_s.append(deadline_s)
+        now[0] += deadline_s
+        raise LinkError("silent", Code.LINK_TIMEOUT)
+
+    mail = Mailbox()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(mail, "receive", receive)
+    with pytest.raises(LinkError):
+        with_followers(mail, 3).replies(5.0)
+    assert waits_s == [5.0, 0.0, 0.0]
+
+
+def test_replies_that_are_there_come_in_the_order_of_ranks() -> None:
+    mail = Mailbox()
+    for rank in (2, 1):
+        mail.post(rank, DONE)
+    assert list(with_followers(mail, 2).replies(WAIT_S)) == [1, 2]
+
+
+def test_a_rank_may_be_a_step_ahead_of_another_with_its_acks() -> None:
+    mail = Mailbox()
+    followers = with_followers(mail, 2)
+    one, two = (Result(step, (), {}, step, 0, 7, 0, 0, 0.0, 0.0) for step in (1, 2))
+    for step in (1, 2):
+        mail.post(1, Received(step, Ack(step, step, 0, 7)))
+    assert not followers.acknowledged(one)
+    assert not followers.acknowledged(one), "the second Ack of rank 1 is of the next step"
+    assert followers.awaited == {2}
+    for step in (1, 2):
+        mail.post(2, Received(step, Ack(step, step, 0, 7)))
+    assert followers.acknowledged(one)
+    assert followers.acknowledged(two)

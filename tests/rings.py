@@ -87,7 +87,7 @@ WHOLE = (
         for of in ("exaone_moe-1", "gpt_oss-0", "qwen3_5-1")
     ),
     "engine/test_draft_model.py::test_rows_together_get_what_each_would_get_alone",
-    "engine/test_executor_loading.py::test_after_forwards_alone_a_joint_one_compiles_no_kernel",
+    "engine/test_executor.py::test_after_forwards_alone_a_joint_one_compiles_no_kernel",
     "engine/test_group_timing.py",
     "engine/test_recurrent.py",
     "engine/test_runner_joint_prompts.py::test_each_says_what_it_says_alone_also_from_copies_of_unlike_lengths",

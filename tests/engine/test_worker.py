@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,7 @@ worker.main(sys.argv[1:])
 """
 
 FREED = ["no frame holds them", "finish", "give back"]
+GIVEN_BACK = ["no frame holds them", "give back"]
 
 
 def ended(story: str, *, sigterm: bool = False) -> tuple[int, list[str]]:
@@ -86,13 +88,9 @@ def ended(story: str, *, sigterm: bool = False) -> tuple[int, list[str]]:
     ours, theirs = socket.socketpair()
     arguments = ["--rank", "0", "--epoch", "1", "--folder", ".", "--pipe-fd", str(theirs.fileno())]
     with ours, theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", RANK.replace("{story}", story.replace("\n", "\n    ")), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[theirs.fileno()],
-        )
-        with process:
+        program = RANK.replace("{story}", story.replace("\n", "\n    "))
+        how: Any = {"stdout": subprocess.PIPE, "text": True, "pass_fds": [theirs.fileno()]}
+        with subprocess.Popen([sys.executable, "-c", program, *arguments], **how) as process:
             try:
                 assert process.stdout is not None
                 if sigterm:
@@ -106,10 +104,12 @@ def ended(story: str, *, sigterm: bool = False) -> tuple[int, list[str]]:
 
 def test_an_end_in_order_gives_memory_back() -> None:
     assert ended("return") == (0, FREED)
+    assert ended("raise desync()") == (exit_status(Code.DESYNC), FREED)
 
 
 def test_sigterm_gives_memory_back_where_the_main_thread_hears_it() -> None:
     assert ended("idle(process)", sigterm=True) == (TERMINATED_STATUS, FREED)
+    assert ended("wedged()", sigterm=True) == (WEDGED_STATUS, [])
 
 
 def test_sigterm_between_the_end_of_its_loop_and_the_agents_shutdown_ends_a_rank() -> None:
@@ -118,19 +118,12 @@ def test_sigterm_between_the_end_of_its_loop_and_the_agents_shutdown_ends_a_rank
     assert ended(f"{story}\nworker._await_shutdown(process.mail)") == (TERMINATED_STATUS, FREED)
 
 
-def test_a_rank_whose_interpreter_hangs_ends_itself_at_sigterm() -> None:
-    assert ended("wedged()", sigterm=True) == (WEDGED_STATUS, [])
-
-
-def test_a_failure_of_the_main_thread_gives_memory_back() -> None:
-    assert ended("raise desync()") == (exit_status(Code.DESYNC), FREED)
-
-
-@pytest.mark.parametrize("error", ["RuntimeError('[ring] connection to a peer was lost')", "MemoryError"])
-def test_after_a_forward_that_failed_no_other_is_waited_for(error: str) -> None:
-    status, done = ended(f"raise {error}")
-    assert status in (exit_status(Code.FORWARD_FAILED), exit_status(Code.OUT_OF_MEMORY))
-    assert done == ["no frame holds them", "give back"]
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("RuntimeError('[ring] a peer was lost')", Code.FORWARD_FAILED), ("MemoryError", Code.OUT_OF_MEMORY)],
+)
+def test_after_a_forward_that_failed_no_other_is_waited_for(error: str, code: Code) -> None:
+    assert ended(f"raise {error}") == (exit_status(code), GIVEN_BACK)
 
 
 @pytest.mark.parametrize("place", ["finish", "give back"])
@@ -141,9 +134,7 @@ def test_giving_memory_back_is_bounded(place: str) -> None:
 
 def test_a_failure_that_another_thread_finds_gives_memory_back_of_an_idle_rank() -> None:
     story = "elsewhere(lambda: (process.abort(LOST), process._over()))\nidle(process)"
-    status, done = ended(story)
-    assert status == exit_status(Code.RANK_LOST)
-    assert done == ["no frame holds them", "give back"]
+    assert ended(story) == (exit_status(Code.RANK_LOST), GIVEN_BACK)
 
 
 def test_a_rank_in_a_dead_collective_ends_at_once() -> None:
@@ -170,14 +161,11 @@ while True:
 """
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode", "idle"])
-def test_frames_from_before_sigterm_are_run_first(phase: str) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode", "idle", "loading"])
+def test_frames_from_before_sigterm_are_run_first_and_a_load_ends_at_once(phase: str) -> None:
     """Rank 0 runs them, too, and in another process's collective no rank can be told to stop."""
-    assert ended(OBEYS.format(phase=phase)) == (TERMINATED_STATUS, ["frame", *FREED])
-
-
-def test_sigterm_ends_a_load_at_once() -> None:
-    assert ended(OBEYS.format(phase="loading")) == (TERMINATED_STATUS, FREED)
+    done = FREED if phase == "loading" else ["frame", *FREED]
+    assert ended(OBEYS.format(phase=phase)) == (TERMINATED_STATUS, done)
 
 
 @pytest.mark.parametrize("finishes", [True, False])
@@ -190,7 +178,7 @@ def test_a_peer_that_ended_after_its_forwards_leaves_time_to_end_this_rank_s(fin
 def test_a_rank_that_waits_for_jaccls_side_channel_has_time_to_leave_it_when_another_rank_is_lost() -> None:
     story = "process.status.enter('forming')\nprocess.report(desync())"
     story += "\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
-    assert ended(story) == (exit_status(Code.DESYNC), ["no frame holds them", "give back"])
+    assert ended(story) == (exit_status(Code.DESYNC), GIVEN_BACK)
 
 
 def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:
@@ -202,14 +190,10 @@ def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.
     return status.patience_s()
 
 
-def test_a_main_thread_has_ten_seconds_or_four_forwards_to_come_back() -> None:
+def test_a_main_thread_has_ten_seconds_or_four_forwards_to_come_back_and_little_if_it_holds_nothing() -> None:
     assert of("idle", stood_s=1000) == PATIENCE_S
     assert of("prefill") == pytest.approx(PATIENCE_S, abs=1)
     assert of("prefill", step_s=8) == pytest.approx(32, abs=1)
     assert of("loading", weights=0) == pytest.approx(PATIENCE_S, abs=1)
-
-
-def test_a_rank_that_stalled_or_holds_nothing_has_little_time_left() -> None:
-    assert of("decode", stood_s=10) == LEAST_PATIENCE_S
-    assert of("loading", stood_s=60) == LEAST_PATIENCE_S
+    assert of("decode", stood_s=10) == of("loading", stood_s=60) == LEAST_PATIENCE_S
     assert of("starting", weights=0) == of("forming", weights=0) == LEAST_PATIENCE_S

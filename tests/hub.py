@@ -55,18 +55,16 @@ def embedded() -> dict[str, bytes]:
 
 def with_weights(*extra: int) -> dict[str, bytes]:
     """The embedded model with more files of weights, of so many bytes, which only a copy reads."""
-    more = {f"model-extra-{i}.safetensors": _noise(i, size) for i, size in enumerate(extra)}
-    return embedded() | more
-
-
-def _noise(seed: int, size: int) -> bytes:
-    return hashlib.shake_128(bytes([seed])).digest(size)
+    noise = [hashlib.shake_128(bytes([i])).digest(size) for i, size in enumerate(extra)]
+    return embedded() | {f"model-extra-{i}.safetensors": body for i, body in enumerate(noise)}
 
 
 def blob_name(path: str, body: bytes) -> str:
     """Its hash, as the Hub has it: large files by SHA-256, others as git does."""
-    if path.endswith(".safetensors"):
-        return hashlib.sha256(body).hexdigest()
+    return hashlib.sha256(body).hexdigest() if path.endswith(".safetensors") else _by_git(body)
+
+
+def _by_git(body: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
 
 
@@ -143,13 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer: object = [_entry(path, body) for path, body in model.files.items()]
         else:
             files = [{"rfilename": path, **_entry(path, body)} for path, body in model.files.items()]
-            answer = {
-                "id": name,
-                "modelId": name,
-                "sha": model.commits.get(revision, revision),
-                "siblings": files,
-                "private": model.private,
-            }
+            about = {"id": name, "modelId": name, "private": model.private, "siblings": files}
+            answer = about | {"sha": model.commits.get(revision, revision)}
         self._send(json.dumps(answer).encode(), {"Content-Type": "application/json"}, send_body)
 
     def _send_file(self, model: Model, path: str, send_body: bool) -> None:
@@ -200,15 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, body: bytes) -> dict[str, object]:
-    git = hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
+    git = _by_git(body)
     entry: dict[str, object] = {"type": "file", "path": path, "size": len(body), "oid": git, "blobId": git}
     if path.endswith(".safetensors"):
-        entry["lfs"] = {
-            "size": len(body),
-            "sha256": hashlib.sha256(body).hexdigest(),
-            "oid": hashlib.sha256(body).hexdigest(),
-            "pointerSize": 134,
-        }
+        digest = blob_name(path, body)
+        entry["lfs"] = {"size": len(body), "sha256": digest, "oid": digest, "pointerSize": 134}
     return entry
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import operator
 import os
 import sys
 import threading
@@ -90,14 +91,8 @@ class Snapshot:
     emitted: tuple[int, ...]
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
-        return Snapshot(
-            *(
-                tuple(
-                    now - then for now, then in zip(getattr(self, name), getattr(earlier, name), strict=True)
-                )
-                for name in ("forwards", "collectives", "emitted")
-            )
-        )
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(earlier), strict=True)
+        return Snapshot(*(tuple(map(operator.sub, now, then)) for now, then in pairs))
 
 
 class Cluster:
@@ -130,17 +125,8 @@ class Cluster:
             worker = (sys.executable, "-m", "tests.switched_worker", json.dumps(switches), *worker[2:])
         self.home = home
         self.stages: list[tuple[str, float]] = []
-        self.settings = Settings(
-            home=home,
-            http_host="127.0.0.1",
-            http_port=0,
-            ranks=ranks,
-            model=str(model),
-            prefill_chunk=prefill_chunk,
-            run_ahead=run_ahead,
-            limits=limits,
-            **settings,
-        )
+        settings |= {"prefill_chunk": prefill_chunk, "run_ahead": run_ahead, "limits": limits}
+        self.settings = Settings(home, "127.0.0.1", 0, ranks, str(model), **settings)
         self._worker, self._spares = worker, spare
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -156,8 +142,6 @@ class Cluster:
             self.close()
             raise
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
-
-    # --- its life ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -223,8 +207,6 @@ class Cluster:
         [found] = until(lambda: [s for s in (status.state,) if s in states], f"{states}", timeout_s)
         return found
 
-    # --- what can be asked of it ---------------------------------------------------------------------
-
     @property
     def url(self) -> str:
         return self.agent.url
@@ -251,13 +233,11 @@ class Cluster:
         """The whole answer. Fails unless it is a 200."""
         response = self.post(text, **fields)
         assert response.status_code == 200, response.text
-        body: dict[str, Any] = response.json()
-        return body
+        return dict(response.json())
 
     def content(self, text: str, **fields: object) -> str:
         """Return the text of the model's answer."""
-        content: str = self.chat(text, **fields)["choices"][0]["message"]["content"]
-        return content
+        return str(self.chat(text, **fields)["choices"][0]["message"]["content"])
 
     @contextlib.contextmanager
     def open_stream(self, text: str, **fields: object) -> Iterator[Iterator[str]]:
@@ -276,8 +256,7 @@ class Cluster:
 
     def health(self) -> dict[str, Any]:
         """The body of /health, ready or not."""
-        body: dict[str, Any] = self.client.get("/health").json()
-        return body
+        return dict(self.client.get("/health").json())
 
     def idle(self) -> Snapshot:
         """Return the counts of the ranks, once they all report that they are idle and count the same."""
@@ -289,11 +268,8 @@ class Cluster:
                 return None
             if len({(pong.stats.forwards, pong.stats.collectives) for pong in pongs}) != 1:
                 return None
-            return Snapshot(
-                tuple(pong.stats.forwards for pong in pongs),
-                tuple(pong.stats.collectives for pong in pongs),
-                tuple(pong.stats.emitted for pong in pongs),
-            )
+            counts = ((each.stats.forwards, each.stats.collectives, each.stats.emitted) for each in pongs)
+            return Snapshot(*zip(*counts, strict=True))
 
         return until(settled, "all ranks idle after the same number of forwards")
 
@@ -310,8 +286,6 @@ class Cluster:
 
         until(newer, "a heartbeat of every rank")
         return [pong for _, pong in sorted(ranks.watch.pongs.items())]
-
-    # --- below HTTP ----------------------------------------------------------------------------------
 
     def ask(self, wanted: Generate) -> Request:
         """A request straight to the gateway. Raises what the gateway refuses at once."""
@@ -379,9 +353,8 @@ class Cluster:
 
     async def _unload(self) -> None:
         ranks, supervisor = self.supervisor.status.ranks, self.supervisor
-        supervisor.gateway.fail(
-            supervisor.deployment, GroupError("the model was unloaded", Code.SHUTTING_DOWN)
-        )
+        unloaded = GroupError("the model was unloaded", Code.SHUTTING_DOWN)
+        supervisor.gateway.fail(supervisor.deployment, unloaded)
         supervisor.status.recoveries.rested()
         await ranks.do(Unload())
         supervisor.info = None

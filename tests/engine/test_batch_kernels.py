@@ -55,9 +55,6 @@ def runner_of(
     return loaded.model, Runner(loaded, caches, CollectiveCounter(), chooser, compiled=compiled)
 
 
-# --- the same tokens ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "family",
     ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_5", "ministral3", "iquestloopcoder", "minimax"],
@@ -102,18 +99,6 @@ def test_quantized_keys_are_read_exactly_too(tmp_path: Path) -> None:
     assert said(30) == said(batch.WHOLE)
 
 
-def test_rows_whose_attention_takes_no_masks_by_row_do_not_decode_together(tmp_path: Path) -> None:
-    """That of gemma2 would take the masks of two rows for those of its two KV heads."""
-    folder = write_model(tmp_path, model_type="gemma2", query_pre_attn_scalar=16.0)
-    kinds = CacheKind(load(folder, LoneGroup(), lambda: None).model)
-    assert not kinds.can.batched
-    assert not kinds.can.rolls_back
-    assert kinds.can.truncatable
-
-
-# --- what attention gets -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
     """Stand-ins for MLX's fast operations; returns shapes of keys, and masks, of each attention."""
@@ -140,11 +125,9 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any
 def graph_of(runner: Runner, rows: int, at: int) -> mx.array:
     """The logits of the next step of rows 1 and on, not run."""
     uids = tuple(range(1, rows + 1))
-    tokens = mx.zeros((rows, 1), dtype=mx.int32)
-    inputs = StepInputs(tokens, None, (1,) * rows)
-    return runner._model.step(runner._batch.parts(uids), uids, (at,) * rows, inputs, winners=False, drafts=0)[
-        0
-    ]
+    inputs = StepInputs(mx.zeros((rows, 1), dtype=mx.int32), None, (1,) * rows)
+    parts = runner._batch.parts(uids)
+    return runner._model.step(parts, uids, (at,) * rows, inputs, winners=False, drafts=0)[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4_moe"])
@@ -179,13 +162,9 @@ def test_rows_together_have_one_mask_that_metal_does_not_copy(
     graph_of(runner, 3, 9)
     masks = [mask for _, mask in attended]
     assert len({id(mask) for mask in masks}) <= 2  # one for whole layers, one for windows
-    heads = 4
     for mask in masks:
-        assert mask.shape[:3] == (3, heads, 1)
+        assert mask.shape[:3] == (3, 4, 1)  # rows, heads
         assert memoryview(mask).c_contiguous
-
-
-# --- how many there are ------------------------------------------------------------------------------------
 
 
 def of_ours(folder: Path, rows: int, *, exact: bool) -> int:
@@ -215,41 +194,29 @@ def test_a_layer_launches_no_more_than_mlx_lms(
 ) -> None:
     ours, theirs = [], []
     for layers in (2, 6):
-        folder = write_model(
-            tmp_path / str(layers), model_type=family, num_hidden_layers=layers, **SHAPES[family]
-        )
+        config = {"model_type": family, "num_hidden_layers": layers, **SHAPES[family]}
+        folder = write_model(tmp_path / str(layers), **config)
         ours.append(of_ours(folder, rows, exact=exact))
         theirs.append(of_mlx_lm(folder, rows))
     assert 0 < ours[1] - ours[0] <= theirs[1] - theirs[0]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "least"), [(64, 8, 4), (28, 4, 4), (40, 8, 6), (32, 8, 8), (96, 8, 2)]
+    ("heads", "kv_heads", "least"),
+    [(64, 8, 4), (28, 4, 4), (40, 8, 6), (32, 8, 8), (96, 8, 2), (0, 0, 8), (32, 1, 8)],
 )
 def test_drafts_of_a_width_that_the_vector_kernel_takes(heads: int, kv_heads: int, least: int) -> None:
-    found = unfused_drafts(heads, kv_heads)
-    assert found == range(least, 8)
-    # MLX: at most 8 queries, and at most 32 of them times query heads of a KV head.
-    for drafts in range(1, 8):
-        assert (drafts in found) == ((drafts + 1) * (heads // kv_heads) > 32)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(0, 0), (32, 1)])
-def test_without_any_such_width_or_known_heads_none_is_avoided(heads: int, kv_heads: int) -> None:
-    assert not unfused_drafts(heads, kv_heads)
+    """MLX: at most 8 queries, and at most 32 of them times query heads of a KV head; heads may be unknown."""
+    assert list(unfused_drafts(heads, kv_heads)) == list(range(least, 8))
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "keys", "exact"),
-    [
-        (1, 1, EXACT_FROM - 1, False),
-        (1, 1, EXACT_FROM, True),
-        (2, 1, EXACT_FROM, False),
-        (1, 2, EXACT_FROM, False),
-    ],
+    ("rows", "width", "before", "exact"),
+    [(1, 1, 1, False), (1, 1, 0, True), (2, 1, 0, False), (1, 2, 0, False)],
 )
 def test_exact_reading_begins_where_mlx_has_a_kernel_for_it(
-    rows: int, width: int, keys: int, exact: bool
+    rows: int, width: int, before: int, exact: bool
 ) -> None:
+    keys = EXACT_FROM - before
     arguments = StepLayout(EXACT_FROM, 4).arguments((keys - 1,) * rows, width, keys)
     assert isinstance(arguments[0], int) is exact

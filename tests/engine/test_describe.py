@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from mlxtp.chunks import ring_slots
-from mlxtp.description import Description, PartFacts, from_text, to_text
+from mlxtp.description import Description, PartFacts, from_text
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import kv_sizes, leaves, load, make_cache
@@ -175,13 +175,6 @@ def test_an_mtp_head_is_one_more_layer_that_every_rank_has_whole(tmp_path: Path,
     assert (first.weight_bytes, first.mtp_kv_bytes) == (without.stage(0, 1).weight_bytes, 0)
     assert last.weight_bytes - without.stage(1, 2).weight_bytes >= weights * 0.98
     assert last.mtp_kv_bytes == with_head.mtp_kv_bytes
-
-
-# --- texts and refusals ---------------------------------------------------------------------------------
-
-
-def test_a_description_travels_as_text() -> None:
-    assert from_text(to_text(description("qwen3_next"))) == description("qwen3_next")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', "[" * 100_000])

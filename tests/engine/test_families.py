@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,14 @@ def assert_of_one_mind(group: Group, model: str) -> None:
         for name, array in group.arrays[0].items():
             if name.startswith(f"{model}/"):
                 np.testing.assert_array_equal(group.arrays[rank][name], array, name)
-        logits = steps_of(group, rank, model, "logits")
-        for step, tokens in enumerate(steps_of(group, rank, model, "tokens")):
-            assert (tokens == logits[step][:, -1].argmax(axis=-1)).all()
-        for whole, tokens, some in zip(
-            logits, steps_of(group, rank, model, "greedy"), steps_of(group, rank, model, "some"), strict=True
+        of = partial(steps_of, group, rank, model)
+        for logits, tokens, greedy, some in zip(
+            of("logits"), of("tokens"), of("greedy"), of("some"), strict=True
         ):
-            assert (tokens == whole.argmax(axis=-1)).all()
-            assert (some == whole[1:, :2]).all()
-        for brought, found in zip(
-            steps_of(group, rank, model, "embeddings"), steps_of(group, rank, model, "looked-up"), strict=True
-        ):
+            assert (tokens == logits[:, -1].argmax(axis=-1)).all()
+            assert (greedy == logits.argmax(axis=-1)).all()
+            assert (some == logits[1:, :2]).all()
+        for brought, found in zip(of("embeddings"), of("looked-up"), strict=True):
             assert brought.any()
             assert (brought == found).all()
 
@@ -143,10 +141,6 @@ def assert_of_one_mind(group: Group, model: str) -> None:
 @pytest.mark.parametrize("model", CASES)
 def test_two_ranks_compute_what_one_process_does(two: Group, model: str) -> None:
     assert_like_alone(two, model)
-
-
-@pytest.mark.parametrize("model", CASES)
-def test_two_ranks_are_of_one_mind(two: Group, model: str) -> None:
     assert_of_one_mind(two, model)
 
 
@@ -182,9 +176,6 @@ def test_no_rank_takes_more_memory_than_plans_count_on(two: Group, four: Group) 
 
 def test_no_family_that_can_run_here_is_left_out() -> None:
     assert shardable_families() - set(FAMILIES) == NOT_TRIED
-
-
-# --- the vocabulary's own way ---------------------------------------------------------------------------
 
 
 def test_the_vocabulary_lies_in_equal_runs_on_the_ranks(two: Group, four: Group) -> None:
@@ -225,9 +216,6 @@ def test_equals_on_four_ranks(four: Group) -> None:
     for model, expected in {"four": [1, 0, 508, 507, 0, 253], "five": [1, 0, 4, 3, 0, 1]}.items():
         for how in ("tokens", "mixed"):
             assert four.arrays[3][f"{model}/hard-{how}"].flatten().tolist() == expected
-
-
-# --- loading ----------------------------------------------------------------------------------------------
 
 
 def test_every_rank_holds_its_part_of_all_but_the_norms(two: Group, four: Group) -> None:

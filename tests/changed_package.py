@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlxtp
 
@@ -19,13 +20,8 @@ def run_changed(folder: Path, script: str, *added: tuple[str, str, str]) -> list
         lines = (package / file).read_text().splitlines()
         [at] = [number for number, each in enumerate(lines) if each.strip().startswith(after)]
         (package / file).write_text("\n".join([*lines[: at + 1], line, *lines[at + 1 :]]))
-    told = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how: dict[str, Any] = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(folder)}}
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     assert told.returncode == 0, told.stderr
     return told.stdout.splitlines()

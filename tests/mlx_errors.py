@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-# --- JACCL, `mlx/distributed/jaccl/lib/jaccl/` ------------------------------------------------------------
-
 #: rdma.cpp, jaccl.cpp: errors of `init`, and the fault that each means.
 WHILE_FORMING = {
     "[jaccl] Changing queue pair to RTR failed with errno 22": "jaccl-address",
@@ -49,8 +47,6 @@ OF_NO_KNOWN_TROUBLE = (
     "[jaccl] Couldn't bind socket (error: 22)",
     "[jaccl] Group split not supported.",
 )
-
-# --- Metal ------------------------------------------------------------------------------------------------
 
 _FAILED = "[METAL] Command buffer execution failed: "  # mlx/backend/metal/device.cpp; the rest is Metal's
 

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted(
-    [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
-        *(ROOT / "docs").glob("*.md"),
-    ]
-)
+_OTHERS = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md"))
+DOCS = sorted([*_OTHERS, *(ROOT / "docs").glob("*.md")])
 
 _FENCED = re.compile(r"^ *```(?P<info>[^\n`]*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _BETWEEN = {"|", "||", "&&", ";"}

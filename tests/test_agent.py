@@ -147,8 +147,9 @@ def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "in a cluster"])
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+def settings(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Of an agent whose supervisor a test plays, so it has no ranks."""
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     where = {"control_host": "127.0.0.1", "control_port": 0, "discovery": False}
     return in_(tmp_path, cluster=request.param, keep_awake=False, **where)
 
@@ -159,17 +160,13 @@ async def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: 
     slept: list[float] = []
     monkeypatch.setattr(sleep, "TICK_S", 0.01)
     monkeypatch.setattr(agent_module, "watch_sleep", partial(watch_sleep, read=lambda: next(moments)))
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     monkeypatch.setattr(Supervisor, "woke", lambda _, slept_s: slept.append(slept_s))
     async with running_agent(settings, spares=False):
         await sees(lambda: slept == [600.0])
 
 
 @played()
-async def test_clients_still_read_once_ranks_have_ended(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+async def test_clients_still_read_once_ranks_have_ended(settings: Settings) -> None:
     reached: list[bool] = []
 
     def reaches(url: str) -> bool:
@@ -189,9 +186,7 @@ async def test_a_bug_of_the_endpoint_or_in_what_keeps_ranks_ends_an_agent(
     async def err(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait() if endpoint else err())
-    if endpoint:
-        monkeypatch.setattr(agent_module, "serve", err)
+    monkeypatch.setattr(*(agent_module, "serve") if endpoint else (Supervisor, "run"), err)
     async with running_agent(settings, spares=False) as agent:
         with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
             await agent.wait_ready()
@@ -201,9 +196,8 @@ async def test_a_bug_of_the_endpoint_or_in_what_keeps_ranks_ends_an_agent(
 
 @pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
 def test_an_agent_alone_reports_the_progress_of_its_download(
-    settings: Settings, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: Settings, hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     hub.models["o/tiny"] = Model(embedded())
     caplog.set_level("INFO", "mlxtp.agent")
     run(within(start_and_stop(replace(settings, model="o/tiny"))))
@@ -236,7 +230,6 @@ def test_when_one_part_fails_to_end_the_others_end_all_the_same(
     async def end(_: object) -> None:
         ended.append("transfers")
 
-    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
     monkeypatch.setattr(MachineReports, "close", err)
     monkeypatch.setattr(TransferCoordinator, "close", end)
     run(within(start_and_stop(settings)))

@@ -102,7 +102,7 @@ def test_flag_over_variable_over_file(
 def test_home_by_flag_over_variable_over_the_systems_place(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert resolve_settings({"home": first}, {"MLXTP_HOME": str(second)}).home == first
-    assert resolve_settings({"home": None}, {"MLXTP_HOME": str(second)}).home == second
+    assert resolve_settings({"home": None, "ranks": None}, {"MLXTP_HOME": str(second)}).home == second
     assert resolve_settings({}, {}).home == Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
     assert resolve_settings({}, {"MLXTP_HOME": "~/somewhere"}).home == Path.home() / "somewhere"
 

@@ -28,8 +28,6 @@ from ..mlx_errors import OUT_OF_MEMORY
 
 FAULTS = ("another draw", "another position", "another proposal")
 MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
-CHOICES = ("another choice", "a choice skipped")
-LATE_S = 1.0
 
 
 def err(is_ordered: Callable[[str], bool]) -> None:
@@ -59,7 +57,7 @@ def err_at_a_border(folder: Path) -> None:
 
     def hand_on_else(border: Border, hidden: mx.array, number: int) -> mx.array:
         if (folder / "a late message").exists():
-            time.sleep(LATE_S)
+            time.sleep(1.0)
         if once("no message"):
             return hidden
         if once("messages exchanged"):
@@ -76,7 +74,7 @@ def err_at_a_border(folder: Path) -> None:
 
 
 def err_at_a_choice(folder: Path) -> None:
-    """Put the faults of CHOICES around what this process takes for the tokens that rank 0 chose.
+    """Put faults around what this process takes for the tokens that rank 0 chose.
 
     "another choice" lasts until the process ends.
     """

@@ -15,8 +15,6 @@ def of(*others: Config, **fields: Any) -> Config:
     return {name: value for each in (*others, fields) for name, value in each.items()}
 
 
-# --- what several have in common --------------------------------------------------------------------------
-
 FOUR = of(num_hidden_layers=4)
 SIZES = of(hidden_size=64, intermediate_size=128, num_attention_heads=4)
 HEADS = of(num_key_value_heads=2, head_dim=16)
@@ -98,8 +96,6 @@ def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[str]:
 
 NAMED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families that are tried in all types."""
-
-# --- families for pipelines -------------------------------------------------------------------------------
 
 GEMMA = of(SIZES, FOUR, HEADS, WINDOW, sliding_window_pattern=2)
 GEMMA4 = of(
@@ -257,9 +253,6 @@ PIPELINE: Mapping[str, Config] = {
 """Families of pipelines, with four layers for three ranks."""
 
 
-# --- families that mlxtp divides among ranks, where mlx-lm has no `shard` ----------------------------------
-
-
 def named(family: str, *others: Config, **fields: Any) -> Config:
     """Return another shape of a family."""
     return of(*others, **{"model_type": family, **fields})
@@ -302,9 +295,6 @@ VARIANTS: Mapping[str, Config] = {
     "llama4-copied": named("llama4", text_config=of(LLAMA4, num_key_value_heads=1)),
 }
 """Folder name -> what `write_model` takes, for other shapes of the same families."""
-
-
-# --- families that no ranks share layer by layer ----------------------------------------------------------
 
 OLMO_HYBRID = of(LINEAR, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True, attention_bias=False)
 RECURRENT_GEMMA = of(

@@ -162,11 +162,8 @@ def over_the_ring(gather: Gather, rank: int) -> Any:
     """A real group whose ranks find each other by one more round."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         mine = "{}:{}".format(*sock.getsockname())
-    all_of_them = gather(mine.encode().ljust(ADDRESS_BYTES), ADDRESS_BYTES)
-    hosts = [
-        [all_of_them[at : at + ADDRESS_BYTES].decode().strip()]
-        for at in range(0, len(all_of_them), ADDRESS_BYTES)
-    ]
+    told, size = gather(mine.encode().ljust(ADDRESS_BYTES), ADDRESS_BYTES), ADDRESS_BYTES
+    hosts = [[told[at : at + size].decode().strip()] for at in range(0, len(told), size)]
     assert hosts[rank] == [mine]
     import mlx.core as mx
 
@@ -228,26 +225,13 @@ def form_only(
     if process.rank == 0:
         assert isinstance(mail.receive(worker.AGENT, None).message, Init)
     process.status.enter("forming")
-    exchange = worker.SideChannelExchange(
-        bootstrap.rank,
-        bootstrap.world_size,
-        pipe.send,
-        lambda wait_s: mail.receive(worker.AGENT, wait_s).message,
-        bootstrap.round_s,
-    )
-    formed = group.form(
-        bootstrap.backend,
-        bootstrap.rank,
-        bootstrap.world_size,
-        bootstrap.hosts,
-        folder=process.folder,
-        deadline_s=bootstrap.deadline_s,
-        fabric=JacclFabric.of(
-            bootstrap.rdma, bootstrap.world_size, ring=bootstrap.jaccl_ring, factory=exchange.factory
-        ),
-        available=lambda _: True,
-        init=pretence,
-    )
+    ours = (bootstrap.rank, bootstrap.world_size)
+    hears = (pipe.send, lambda wait_s: mail.receive(worker.AGENT, wait_s).message, bootstrap.round_s)
+    factory = worker.SideChannelExchange(*ours, *hears).factory
+    fabric = JacclFabric.of(bootstrap.rdma, bootstrap.world_size, ring=bootstrap.jaccl_ring, factory=factory)
+    how: Any = {"folder": process.folder, "deadline_s": bootstrap.deadline_s, "fabric": fabric}
+    how |= {"available": lambda _: True, "init": pretence}
+    formed = group.form(bootstrap.backend, *ours, bootstrap.hosts, **how)
     if process.rank == 0:
         pipe.send(InitDone(formed.rank, formed.size))
     worker._await_shutdown(mail)
@@ -265,19 +249,14 @@ def run_whole(pretence: Pretence, rank: str, run: Callable[..., None], *args: An
     run(*args)
 
 
-def unhurried() -> None:
-    """Let a rank that ends take its time, however busy the machine is."""
-    telemetry.LEAST_PATIENCE_S = worker.LEAST_PATIENCE_S = worker.EXIT_S = 60.0
-
-
 def main() -> None:
     folder, *argv = sys.argv[1:]
     rank = argv[argv.index("--rank") + 1]
     fields = json.loads((Path(folder) / f"rank-{rank}.json").read_text())
     script = Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
     pretence = Pretence(script, Path(folder))
-    if script.fault != "stay":
-        unhurried()
+    if script.fault != "stay":  # a rank that ends may take its time, however busy the machine is
+        telemetry.LEAST_PATIENCE_S = worker.LEAST_PATIENCE_S = worker.EXIT_S = 60.0
     if script.whole:
         worker.run = functools.partial(run_whole, pretence, rank, worker.run)
     else:

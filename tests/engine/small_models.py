@@ -31,8 +31,6 @@ CONFIG: Mapping[str, Any] = {
     "eos_token_id": [5, 1],
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 ATTENTIVE: Mapping[tuple[str, ...], float] = {
     ("q_proj.weight", "q_b_proj.weight", "q_norm.weight"): 10.0,
@@ -76,11 +74,8 @@ def write_model(
     # What begins as zeros would hide how it is divided.
     zeros = [name for name, array in parameters.items() if not array.any().item()]
     changed |= {name: 0.2 * mx.random.normal(parameters[name].shape) for name in zeros}
-    if attentive:
-        factors = [
-            (name, factor) for ends, factor in ATTENTIVE.items() for name in parameters if name.endswith(ends)
-        ]
-        changed |= {name: factor * parameters[name] for name, factor in factors}
+    for ends, factor in ATTENTIVE.items() if attentive else ():
+        changed |= {name: factor * array for name, array in parameters.items() if name.endswith(ends)}
     model.update(tree_unflatten(list(changed.items())))
     model.set_dtype(dtype)
     if quantize:
@@ -119,11 +114,9 @@ def change_weights(folder: Path, **changes: mx.array | None) -> None:
 
 def remember(folder: Path) -> Path:
     """Have recurrent states hold tokens that are far back, as those of trained models do."""
-    path = folder / "model.safetensors"
-    weights = mx.load(str(path))
-    mx.eval(weights)
+    weights = mx.load(str(folder / "model.safetensors"))
     lasting = {name: array - 5.0 for name, array in weights.items() if name.endswith("A_log")}
-    mx.save_safetensors(str(path), {**weights, **lasting}, metadata={"format": "mlx"})
+    change_weights(folder, **lasting)
     return folder
 
 
@@ -133,16 +126,13 @@ def split_weights(folder: Path, parts: int = 2) -> list[Path]:
     weights = mx.load(str(whole))
     mx.eval(weights)
     names = sorted(weights)
-    files = []
-    weight_map = {}
+    files, weight_map = [], {}
     for part in range(parts):
-        file = folder / f"model-{part + 1:05}-of-{parts:05}.safetensors"
-        chosen = names[part::parts]
-        mx.save_safetensors(str(file), {name: weights[name] for name in chosen}, metadata={"format": "mlx"})
-        weight_map |= dict.fromkeys(chosen, file.name)
-        files.append(file)
+        files.append(folder / f"model-{part + 1:05}-of-{parts:05}.safetensors")
+        chosen = {name: weights[name] for name in names[part::parts]}
+        mx.save_safetensors(str(files[-1]), chosen, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(chosen, files[-1].name)
     whole.unlink()
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return files

@@ -380,22 +380,6 @@ def test_merged_rows_say_what_they_would_say_alone(
         assert batch.rows == order
 
 
-def test_a_merged_row_alone_can_be_kept_and_copied(model_of: Callable[[str], Any]) -> None:
-    model, random = model_of("llama"), Random(3)
-    prompt = some_tokens(random, 12)
-    for others in (0, 1):
-        batch = MergedCaches()
-        batch.join(1, prefilled(model, prompt))
-        for other in range(others):
-            batch.join(10 + other, prefilled(model, some_tokens(random, 20)))
-        copy = batch.copy(1, 10)
-        kept = batch.leave(1, 7)
-        assert kept is not None
-        for caches, length in ((copy, 10), (kept, 7)):
-            got = model(mx.array([[9, 8]]), cache=caches)
-            assert_same(got[0], model(mx.array([[*prompt[:length], 9, 8]]))[0, length:])
-
-
 EVERY_KIND = (
     *("llama", "gpt_oss", "exaone_moe", "qwen3_5", "deepseek_v32", "iquestloopcoder"),
     *("longcat_flash", "longcat_flash_ngram"),
@@ -434,22 +418,26 @@ def test_plain_caches_can_be_cut_also_in_lists(model_of: Callable[[str], Any], f
         assert_same(go_on(model, cut_one, more), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "iquestloopcoder"])
+@pytest.mark.parametrize(
+    ("family", "keep"), [("gpt_oss", 26), ("qwen3_5", 26), ("iquestloopcoder", 26), ("llama", 20)]
+)
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_row_is_kept_whole_when_it_leaves(model_of: Callable[[str], Any], family: str, others: int) -> None:
+def test_a_row_is_kept_when_it_leaves(
+    model_of: Callable[[str], Any], family: str, keep: int, others: int
+) -> None:
+    """Plain caches also in part."""
     model, random = model_of(family), Random(13)
-    batch, prompt, more = MergedCaches(), some_tokens(random, 21), some_tokens(random, 9)
-    batch.join(1, prefilled(model, prompt))
+    batch, said, more = MergedCaches(), some_tokens(random, 26), some_tokens(random, 9)
+    batch.join(1, prefilled(model, said[:21]))
     for other in range(others):
         batch.join(10 + other, prefilled(model, some_tokens(random, 4 + 20 * other)))
-    fed = some_tokens(random, 5)
-    for token in fed:
+    for token in said[21:]:
         mx.eval(model(mx.array([token, *[7] * others])[:, None], cache=batch.every[0].caches))
-    kept = batch.leave(1, 26)
+    kept = batch.leave(1, keep)
     assert kept is not None
     if others:
         mx.eval(model(mx.array([8] * others)[:, None], cache=batch.every[0].caches))
-    assert_same(go_on(model, kept, more), model(mx.array([[*prompt, *fed, *more]]))[0, 26:])
+    assert_same(go_on(model, kept, more), model(mx.array([[*said[:keep], *more]]))[0, keep:])
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -103,19 +103,20 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 Open = Callable[..., Store]
 
 
+@pytest.fixture
+def store(open_store: Open) -> Store:
+    return open_store()
+
+
 def same(items: Items, expected: Items) -> bool:
     """Bit by bit."""
-    found = {name: array_of(value) if isinstance(value, Raw) else value for name, value in items}
-    if found.keys() != dict(expected).keys():
-        return False
-    for name, value in expected:
-        if isinstance(value, mx.array):
-            other = found[name]
-            if (other.dtype, other.shape) != (value.dtype, value.shape) or not mx.array_equal(other, value):
-                return False
-        elif found[name] != value:
-            return False
-    return True
+
+    def bits(value: Any) -> Any:
+        array = array_of(value) if isinstance(value, Raw) else value
+        return (array.dtype, array.shape, array.tolist()) if isinstance(array, mx.array) else value
+
+    found, wanted = ({name: bits(value) for name, value in each} for each in (items, expected))
+    return found == wanted
 
 
 def test_a_block_comes_back_as_it_was_also_in_another_process(open_store: Open) -> None:
@@ -127,8 +128,7 @@ def test_a_block_comes_back_as_it_was_also_in_another_process(open_store: Open) 
     assert same(again.read(1).items, ITEMS)
 
 
-def test_files_are_for_their_owner_alone(open_store: Open) -> None:
-    store = open_store()
+def test_files_are_for_their_owner_alone(store: Store) -> None:
     store.put(1)
     (file,) = store.files()
     for path in (file, file.parent / "about.json", *file.parent.parent.glob(".[lu]*")):
@@ -137,8 +137,7 @@ def test_files_are_for_their_owner_alone(open_store: Open) -> None:
     assert file.parent.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_blocks_are_joined_along_the_tokens_up_to_what_is_missing(open_store: Open) -> None:
-    store = open_store()
+def test_blocks_are_joined_along_the_tokens_up_to_what_is_missing(store: Store) -> None:
     parts = {number: [("0", mx.full((1, 2, 3, 4), float(number)))] for number in (0, 1, 2, 4)}
     for number, items in parts.items():
         store.put(number, items)
@@ -149,8 +148,7 @@ def test_blocks_are_joined_along_the_tokens_up_to_what_is_missing(open_store: Op
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 9, 40, 200, -5, -4, -1])
-def test_a_flipped_byte_is_a_miss_and_the_file_is_deleted(open_store: Open, at: int) -> None:
-    store = open_store()
+def test_a_flipped_byte_is_a_miss_and_the_file_is_deleted(store: Store, at: int) -> None:
     store.put(1)
     (file,) = store.files()
     data = bytearray(file.read_bytes())
@@ -170,8 +168,7 @@ def test_a_torn_file_is_a_miss(open_store: Open, size: int) -> None:
     assert store.files() == []
 
 
-def test_blocks_of_two_layouts_do_not_join(open_store: Open) -> None:
-    store = open_store()
+def test_blocks_of_two_layouts_do_not_join(store: Store) -> None:
     store.put(0, [("0", mx.ones((1, 1, 2, 2)))])
     store.put(1, [("0", mx.ones((1, 1, 2, 2)).astype(mx.bfloat16))])
     store.put(2, [("1", mx.ones((1, 1, 2, 2)))])
@@ -180,12 +177,11 @@ def test_blocks_of_two_layouts_do_not_join(open_store: Open) -> None:
 
 
 def test_the_thread_that_reads_survives_a_lack_of_memory(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_parts: object) -> None:
         raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
-    store = open_store()
     store.put(1)
     with monkeypatch.context() as patch:
         patch.setattr(block_store, "joined", full)
@@ -193,8 +189,7 @@ def test_the_thread_that_reads_survives_a_lack_of_memory(
     assert store.read(1).blocks == 1
 
 
-def test_a_file_that_vanishes_is_a_miss_and_is_written_again(open_store: Open) -> None:
-    store = open_store()
+def test_a_file_that_vanishes_is_a_miss_and_is_written_again(store: Store) -> None:
     store.put(1)
     store.put(2)
     for file in store.files():
@@ -208,8 +203,7 @@ def test_a_file_that_vanishes_is_a_miss_and_is_written_again(open_store: Open) -
     assert store.read(1).blocks == 1
 
 
-def test_a_folder_that_was_removed_is_made_again(open_store: Open, tmp_path: Path) -> None:
-    store = open_store()
+def test_a_folder_that_was_removed_is_made_again(store: Store, tmp_path: Path) -> None:
     store.put(1)
     shutil.rmtree(tmp_path / "cache")
     store.put(2)  # notices it
@@ -327,13 +321,12 @@ def test_what_a_killed_process_left_unfinished_goes(open_store: Open, tmp_path: 
 
 
 def test_a_disk_that_fails_ends_the_writing_with_one_line(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails(path: Path, items: Items, name: str) -> int:
         write_block(path, items[:1], name)
         raise OSError(5, "Input/output error")
 
-    store = open_store()
     store.put(1)
     monkeypatch.setattr(block_store, "write_block", fails)
     for number in (2, 3):
@@ -381,9 +374,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.
     assert "Not a directory" in capfd.readouterr().err
 
 
-def test_a_full_queue_takes_no_more(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_takes_no_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends no more than its own queue takes. A slower rank loses none of these, up to a bound."""
-    store, goes_on = open_store(), threading.Event()
+    goes_on = threading.Event()
     write = block_store.write_block
     monkeypatch.setattr(block_store, "write_block", lambda *all_of: (goes_on.wait(20), write(*all_of))[1])
     size = sum(value.nbytes for _, value in ITEMS if isinstance(value, mx.array))
@@ -441,7 +434,7 @@ def test_a_file_under_the_name_of_another_block_is_a_miss(
 
 
 def test_what_a_killed_process_left_is_not_in_the_way_of_another_of_its_number(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container, each start has the same process numbers."""
 
@@ -452,15 +445,13 @@ def test_what_a_killed_process_left_is_not_in_the_way_of_another_of_its_number(
 
     monkeypatch.setattr(block_store, "write_block", killed)
     monkeypatch.setattr(Path, "unlink", lambda *_all, **_fields: None)
-    store = open_store()
     store.put(1)
     store.put(1)
     assert store.store.takes
     assert store.read(1).blocks == 1
 
 
-def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) -> None:
-    store = open_store()
+def test_a_block_behind_one_that_was_removed_finds_that_out(store: Store) -> None:
     store.put(1)
     store.put(2, previous=1)
     for file in store.files():
@@ -469,8 +460,8 @@ def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) ->
     assert [store.store.is_kept(digest(number)) for number in (1, 2, 3)] == [False, False, True]
 
 
-def test_a_block_that_is_deleted_can_be_written_at_once(open_store: Open) -> None:
-    store, goes_on = open_store(), threading.Event()
+def test_a_block_that_is_deleted_can_be_written_at_once(store: Store) -> None:
+    goes_on = threading.Event()
     store.put(1)
     store.store._reads.put(lambda: goes_on.wait(20))  # the reader is behind
     store.store.delete(digest(1))

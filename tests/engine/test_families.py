@@ -262,14 +262,12 @@ def test_a_load_enters_no_collective_whether_it_works_or_not(two: Group) -> None
         assert all(model.get("counted") == 0 for model in facts.values())
 
 
-def test_the_rank_that_reads_what_is_no_number_names_it(two: Group) -> None:
-    assert "detail" not in two.facts[0]["nan"]
-    assert two.facts[1]["nan"]["detail"] == (
-        "nan: 1 tensor holds NaN or infinite numbers: model.embed_tokens.weight"
-    )
-
-
-def test_what_is_missing_is_named_by_every_rank(two: Group) -> None:
+def test_what_is_missing_is_named_by_every_rank_and_what_is_no_number_by_the_one_that_reads_it(
+    two: Group,
+) -> None:
     for facts in two.facts:
         assert facts["lacking"]["code"] == "model_invalid"
         assert "model.norm.weight" in facts["lacking"]["detail"]
+    assert "detail" not in two.facts[0]["nan"]
+    said = "nan: 1 tensor holds NaN or infinite numbers: model.embed_tokens.weight"
+    assert two.facts[1]["nan"]["detail"] == said

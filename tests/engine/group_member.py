@@ -33,13 +33,8 @@ def forwards(folder: Path, group: Group, counter: CollectiveCounter) -> Notes:
         logits[str(step)] = np.array(out.astype(mx.float32))
         tokens.append(int(token[0].item()))
         x = token[:, None]
-    facts = {
-        "tokens": tokens,
-        "collectives": counts,
-        "layers": len(loaded.model.layers),
-        "weight_bytes": loaded.weight_bytes,
-    }
-    return facts, logits
+    sizes = {"layers": len(loaded.model.layers), "weight_bytes": loaded.weight_bytes}
+    return {"tokens": tokens, "collectives": counts, **sizes}, logits
 
 
 def prove(group: Group, counter: CollectiveCounter) -> dict[str, Any]:
@@ -47,10 +42,8 @@ def prove(group: Group, counter: CollectiveCounter) -> dict[str, Any]:
     facts["proof"] = asdict(group.prove(4_000_000_000))
     facts["proof_collectives"] = counter.count
     facts["proof_of_strangers"] = asdict(group.prove(100 + group.rank))
-    facts["agreed"] = {
-        rows: group.agree(mx.arange(rows, dtype=mx.int32) + 1000 * group.rank).tolist()
-        for rows in (1, 3, 64, 100)
-    }
+    ours = {rows: mx.arange(rows, dtype=mx.int32) + 1000 * group.rank for rows in (1, 3, 64, 100)}
+    facts["agreed"] = {rows: group.agree(tokens).tolist() for rows, tokens in ours.items()}
     return facts
 
 

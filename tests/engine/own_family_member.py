@@ -27,7 +27,7 @@ from mlxtp.engine.loader import ModelShare, load, run_alone
 from mlxtp.engine.recurrent import views_of
 
 from .members import Notes, be_member
-from .vocabulary_member import first, reads_own_bytes
+from .vocabulary_member import first, reads_own_bytes, sizes_of
 
 LENGTHS = (21, 9, 5)
 """Of the prompts."""
@@ -100,12 +100,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
             results.append(vocabulary.gather(local)[:, 0])
             mx.eval(results, batch.arrays())
         found[f"step-{step}"] = mx.concatenate(results)
-    facts = {
-        "collectives": counted,
-        "weight_bytes": loaded.weight_bytes,
-        "kv_token_bytes": loaded.kv_token_bytes,
-        "layers": len(model.layers),
-    }
+    facts = {"collectives": counted, "layers": len(model.layers), **sizes_of(loaded)}
     return facts, {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -48,29 +49,25 @@ def run(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         gathered, before = counter.count - before, counter.count
         greedy, some = vocabulary.winners_and_logits(local, [1], 2)
         collectives.append([forward, winners, gathered, counter.count - before])
-        arrays[f"greedy-{step}"] = greedy
-        arrays[f"some-{step}"] = some.astype(mx.float32)
-        arrays[f"logits-{step}"] = full.astype(mx.float32)
-        arrays[f"tokens-{step}"] = tokens
-        arrays[f"embeddings-{step}"] = bits(embeddings)
+        found = {"greedy": greedy, "tokens": tokens, "embeddings": bits(embeddings)}
+        found |= {"some": some.astype(mx.float32), "logits": full.astype(mx.float32)}
         if vocabulary.embedding is not None:
-            arrays[f"looked-up-{step}"] = bits(vocabulary.embedding(tokens))
+            found["looked-up"] = bits(vocabulary.embedding(tokens))
+        arrays |= {f"{what}-{step}": array for what, array in found.items()}
         mx.eval(arrays, [c.state for c in cache])
         # The next forward takes the embeddings that came with the winners, every other time.
         x, given = tokens[:, None], embeddings[:, None] if step % 2 == 0 else None
-    ties, broken = vocabulary.winners(hard(vocabulary))[0], vocabulary.gather(hard(vocabulary))
-    arrays |= {"hard-tokens": ties, "hard-logits": broken}
-    rows = list(range(len(ties)))[1::2]
-    mixed, some = vocabulary.winners_and_logits(hard(vocabulary)[:, None], rows, 1)
-    arrays |= {"hard-mixed": mixed, "hard-some": some}
-    facts = {
-        "collectives": collectives,
-        "weight_bytes": loaded.weight_bytes,
-        "kv_token_bytes": loaded.kv_token_bytes,
-        "peak_bytes": loaded.peak_bytes,
-        "vocabulary": [vocabulary.size, vocabulary.share, vocabulary.first],
-    }
+    ours = hard(vocabulary)
+    ties, broken = vocabulary.winners(ours)[0], vocabulary.gather(ours)
+    mixed, some = vocabulary.winners_and_logits(ours[:, None], list(range(len(ties)))[1::2], 1)
+    arrays |= {"hard-tokens": ties, "hard-logits": broken, "hard-mixed": mixed, "hard-some": some}
+    facts = {"collectives": collectives, "peak_bytes": loaded.peak_bytes, **sizes_of(loaded)}
+    facts["vocabulary"] = [vocabulary.size, vocabulary.share, vocabulary.first]
     return facts, {name: np.array(array) for name, array in arrays.items()}
+
+
+def sizes_of(loaded: ModelShare) -> dict[str, Any]:
+    return {"weight_bytes": loaded.weight_bytes, "kv_token_bytes": loaded.kv_token_bytes}
 
 
 def hard_rows(size: int) -> mx.array:

@@ -172,12 +172,16 @@ def test_large_command_buffers_take_small_chunks_of_prompts(
     assert [len(each.tokens) for each in frames if isinstance(each, Forward) and each.prompts] == chunks
 
 
-def test_a_request_that_waits_too_long_for_room_is_refused(begin: Begin) -> None:
+def test_a_request_that_waits_too_long_for_room_is_refused_unless_its_answer_has_begun(begin: Begin) -> None:
+    """Half of that was said by a group that failed."""
     *_, accepted, refused = begin(Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
     assert accepted == Accepted(1)
     assert isinstance(refused, Error)
     assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
     assert "no room for this request within" in refused.detail
+    *_, finished = begin(Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1), queue_s=0.0).play()
+    assert isinstance(finished, Finished)
+    assert (finished.uid, finished.reason) == (1, "length")
 
 
 PROMPT = tuple(range(5, 25))
@@ -367,13 +371,6 @@ def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
     assert isinstance(reply, Error if fails else Loaded)
     assert (phases, story.phases) == (["loading"], ["idle"])
     assert progress > [0.0]
-
-
-def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(begin: Begin) -> None:
-    """Half of it was said by a group that failed."""
-    *_, finished = begin(Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1), queue_s=0.0).play()
-    assert isinstance(finished, Finished)
-    assert (finished.uid, finished.reason) == (1, "length")
 
 
 def test_what_ends_with_its_model_goes_to_disk(tmp_path: Path) -> None:

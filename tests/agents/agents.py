@@ -81,8 +81,6 @@ class Agent:
         """Its address for other hosts."""
         return self.host.address if self.host is not None else "127.0.0.1"
 
-    # --- its life ------------------------------------------------------------------------------------
-
     def start(self, *flags: str) -> None:
         """Start it; `flags` only for this time."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} runs already"
@@ -134,8 +132,6 @@ class Agent:
     def runs(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    # --- what it says --------------------------------------------------------------------------------
-
     @property
     def log(self) -> str:
         """Its log since it was started last."""
@@ -186,8 +182,6 @@ class Agent:
         if self.host is not None:
             return self.host.run(command, **options)
         return subprocess.run(command, text=True, capture_output=True, check=False, **options)
-
-    # --- its endpoint --------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
         """The body of /health, ready or not."""
@@ -241,8 +235,6 @@ class Agent:
             with connection.getresponse() as response:
                 yield response
 
-    # --- from outside --------------------------------------------------------------------------------
-
     def processes(self) -> list[psutil.Process]:
         """The agent, then its ranks."""
         return [psutil.Process(pid) for pid in (self.process.pid, *rank_processes(self.home))]
@@ -262,9 +254,6 @@ def _environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     return kept | ours
-
-
-# --- waiting ----------------------------------------------------------------------------------------------
 
 
 def wait(condition: Callable[[], T], what: str, *agents: Agent, within_s: float = START_S) -> T:

@@ -219,9 +219,6 @@ def test_abandoned_bodies_take_at_most_the_memory_of_their_bound(agent: Agent) -
     wait(lambda: agent.chat() == SECRET, "it serves on", agent)
 
 
-# --- members, and Macs that want to be some ---------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cluster:
     """A founder on loopback, with a Hub on loopback, and a folder for other Macs."""
@@ -445,9 +442,6 @@ def test_connections_of_one_address_keep_neither_clients_nor_members_out(
             assert content(snapshot(mia, "some-body/other")) == larger
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# --- liars on the network ---------------------------------------------------------------------------------
 
 
 def lie(number: int, cluster_id: str, port: int) -> bytes:

@@ -127,9 +127,6 @@ def kill_ranks(agent: Agent) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-# --- replicas ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.chaos
 def test_each_replica_is_killed_in_turn_under_streams(desk: Desk) -> None:
     """None of the answers is lost or differs: each goes on at another replica."""
@@ -190,9 +187,6 @@ def test_fewer_replicas_end_and_the_rest_goes_on(desk: Desk) -> None:
     assert len(left) == 1
     assert left[0] is not owner or rank_processes(owner.home) == pids
     assert "" not in answers
-
-
-# --- several models ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.chaos

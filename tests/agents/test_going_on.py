@@ -122,9 +122,6 @@ def test_a_partition_heals(pair: Pair) -> None:
     assert after[0]["term"] == after[1]["term"]
 
 
-# --- streams go on ----------------------------------------------------------------------------------------
-
-
 def text_of(body: bytes) -> str:
     """Return the text of a streamed answer, which has come to its end without an error."""
     *events, done = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]

@@ -85,8 +85,6 @@ class SeveralGroups:
     def need(self, member: MemberMachine, model: str, ranks: int) -> int:
         return rank_memory(member, self.models[model], ranks, DEFAULT_CONTEXT).needed
 
-    # --- what must be true
-
     def complaint(self, nodes: Sequence[Node], leader: Node) -> str:
         epochs = {
             (group, part.running.owner, part.running.number): part.running

@@ -165,8 +165,6 @@ class Node:
         self.running_process = True
         self.paused_until = 0.0
 
-    # --- links
-
     def connected(self, wire: Wire, end: int, peer: Node) -> None:
         number = wire.numbers[end]
         address = f"10.0.0.{ord(peer.id[-1])}:{number}"
@@ -232,8 +230,6 @@ class Node:
             if node_id != self.id and node_id not in linked and due:
                 self.dialled[node_id] = self.world.now
                 self.world.dial(self, node_id)
-
-    # --- messages
 
     def receive(self, wire: Wire, end: int, payload: object) -> None:
         number = wire.numbers[end]
@@ -315,8 +311,6 @@ class Node:
                 elif mine.owner == sender:
                     self.leave(part, "its owner ended it")
 
-    # --- epochs
-
     def part(self, group: str) -> Part:
         return self.parts.setdefault(group, Part(group, Assigned(group)))
 
@@ -385,8 +379,6 @@ class Node:
         found = [owns.get(group) for node_id, owns in self.reports.items() if here(node_id).present]
         return [each for each in (self.own(self.part(group)), *found) if each is not None]
 
-    # --- assignments
-
     def assign(self) -> None:
         leadership = self.leadership
         if not leadership.leading or leadership.unrest(self.membership.statuses(), self.world.now):
@@ -418,8 +410,6 @@ class Node:
             if told is None or not told.draining or told.open_requests:
                 return False
         return not self.open_requests
-
-    # --- what an agent's loop does
 
     def report(self) -> Report:
         owns = {group: mine for group, part in self.parts.items() if (mine := self.own(part)) is not None}

@@ -99,8 +99,6 @@ class World:
             name: to_text(SavedState(ClusterState(roster=roster))) for name in self.names
         }
 
-    # --- time
-
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when, next(self._order), act))
 
@@ -128,8 +126,6 @@ class World:
 
     def delay_s(self) -> float:
         return self._random.uniform(*self._delays)
-
-    # --- nodes
 
     def start(self, *names: str) -> None:
         """Those that do not run; one that knows it was removed does not start."""
@@ -189,8 +185,6 @@ class World:
         if node := self.nodes.get(name):
             node.paused_until = max(node.paused_until, self.now + seconds)
 
-    # --- the network
-
     def cut(self, *pairs: Sequence[str]) -> None:
         self._cuts |= {frozenset(pair) for pair in pairs}
 
@@ -224,8 +218,6 @@ class World:
                 dialler.connected(wire, 0, answerer)
 
         self.at(self.now + 2 * self.delay_s(), up)
-
-    # --- what must be true
 
     def components(self) -> list[set[str]]:
         """Members that run and can reach each other, if need be through others."""

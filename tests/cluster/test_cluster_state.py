@@ -26,8 +26,6 @@ def test_the_later_term_is_stronger_then_the_smaller_id(one: LeaderClaim, other:
     assert stronger(one, other) == stronger(other, one) == one
 
 
-# --- merging ----------------------------------------------------------------------------------------------
-
 _ids = st.sampled_from("abc")
 _entry = st.builds(
     RosterEntry,
@@ -71,9 +69,6 @@ def test_a_removed_member_stays_removed_after_any_merge(entries: list[RosterEntr
     assert not {e.fingerprint for e in roster.members().values()} & {
         e.fingerprint for e in entries if e.removed
     }
-
-
-# --- the roster -------------------------------------------------------------------------------------------
 
 
 def roster(*names: str) -> Roster:

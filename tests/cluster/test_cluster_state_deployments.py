@@ -64,8 +64,6 @@ def test_one_that_is_pinned_later_comes_after_those_that_were() -> None:
     assert names(table.setting(Deployment("k", "k"), "a")) == ["l", "k"]
 
 
-# --- merging ----------------------------------------------------------------------------------------------
-
 _names = st.sampled_from("klmn")
 _live = st.builds(
     Deployment,
@@ -174,9 +172,6 @@ def test_of_two_changes_of_one_row_the_later_holds_and_of_one_version_the_pinned
 NO = Deployment("")
 
 
-# --- order ------------------------------------------------------------------------------------------------
-
-
 def test_pinned_ones_come_first_by_age_then_the_others_the_latest_first() -> None:
     table = deployed("z", "y")
     for name in ("k", "l"):
@@ -197,9 +192,6 @@ def test_pinned_ones_come_first_by_age_then_the_others_the_latest_first() -> Non
 )
 def test_a_revision_belongs_to_the_row_not_to_its_name(model: str, name: str) -> None:
     assert name_of(model) == name
-
-
-# --- bounds -----------------------------------------------------------------------------------------------
 
 
 def test_what_was_removed_long_ago_takes_no_row_and_does_not_come_back() -> None:
@@ -282,9 +274,6 @@ def test_members_agree_however_many_rows_one_of_them_invents(draw: random.Random
 def test_rows_that_no_member_writes_are_refused(rows: list[Deployment]) -> None:
     with pytest.raises(RemoteProtocolError, match="no table has such a row"):
         received(rows, 0)
-
-
-# --- travelling -------------------------------------------------------------------------------------------
 
 
 def test_the_digest_tells_tables_apart() -> None:

@@ -81,9 +81,6 @@ A5 = LeaderClaim(5, "a")
 B6 = LeaderClaim(6, "b")
 
 
-# --- who coordinates --------------------------------------------------------------------------------------
-
-
 def claim_of(text: str) -> LeaderClaim:
     """Return the claim of "c5", of "?5", which has no name, or of "-", none at all."""
     return NO_CLAIM if text == "-" else LeaderClaim(int(text[1:]), text[0].strip("?"))
@@ -225,9 +222,6 @@ def test_who_coordinates(script: str, end: str) -> None:
     assert standing(played(script)) == end
 
 
-# --- what is said -----------------------------------------------------------------------------------------
-
-
 def test_only_the_coordinator_adds_to_the_pulse() -> None:
     story = led_by(A5)
     pulses = [story.leadership.beat(healthy=True).pulse for _ in range(3)]
@@ -304,8 +298,6 @@ def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     again = Replica("b", kept)
     assert (again.deployments, again.roster, again.epoch) == (kept.deployments, kept.roster, 21)
 
-
-# --- deciding ---------------------------------------------------------------------------------------------
 
 BOTH = GroupForm("llama", ("b", "c"), "ring")
 ONE = GroupForm("llama", ("b",))
@@ -407,9 +399,6 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     assert isinstance(action, Wait)
     assert action == Wait("c has not yet reported its state")
     assert story.leadership.unrest(story.membership.statuses(), story.now) == action
-
-
-# --- those that are about to stop -------------------------------------------------------------------------
 
 
 def test_who_is_about_to_stop_says_so_with_every_beat() -> None:

@@ -88,8 +88,6 @@ class Story:
         return f"{', '.join(whys)}; {present}".strip()
 
 
-# --- one member -------------------------------------------------------------------------------------------
-
 STORIES = """
 it is away until it is first seen: beats 60
     ; away
@@ -211,9 +209,6 @@ def test_old_boot_ids_are_forgotten_and_memory_is_bounded() -> None:
     assert len(story.members._members["b"].retired) == 16
 
 
-# --- copies -----------------------------------------------------------------------------------------------
-
-
 def test_two_incarnations_that_both_beat_are_two_machines() -> None:
     story = Story().told("b-1 on 1, beats 5 1, b-2 on 2, beats 0.5 1 2")
     assert story.duplicates == []  # what was on its way when the first one ended
@@ -235,9 +230,6 @@ def test_a_node_with_our_own_id_is_told_of_once() -> None:
     assert story.duplicates == [Duplicate("a", ("a-1", "a-2"), ("", "10.0.0.1:1"))]
 
 
-# --- our own loop, and who belongs ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("late_s", "healthy"), [(0.0, True), (0.5, True), (0.6, False), (59.5, False)])
 def test_a_lagging_member_is_unwell_and_patient_for_a_while(late_s: float, healthy: bool) -> None:
     story = Story().told(f"b-1 on 1, stands {BEAT_S + late_s}, beat 1, tick")
@@ -257,9 +249,6 @@ def test_there_is_room_for_64() -> None:
     assert len(story.members.statuses()) == MAX_MEMBERS
     assert "z" not in story.members.statuses()
     story.members.admitted("a")  # this node itself takes no room
-
-
-# --- the table --------------------------------------------------------------------------------------------
 
 
 def test_every_state_is_reached_and_left_by_legal_moves_only() -> None:

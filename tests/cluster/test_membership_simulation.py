@@ -65,9 +65,6 @@ def owner(world: World) -> str:
     return name
 
 
-# --- stories ----------------------------------------------------------------------------------------------
-
-
 class Told:
     """A world and what a script had happen in it. A check fails where it stands in the script."""
 
@@ -323,8 +320,6 @@ def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -
     assert [duplicate.node_id for duplicate in world.journals["a"].duplicates] == ["b"]
 
 
-# --- any story --------------------------------------------------------------------------------------------
-
 _name = st.sampled_from(NAMES)
 
 
@@ -437,9 +432,6 @@ def test_the_same_story_goes_the_same_way_twice(story: Story, seed: int, strengt
     assert one.journals == other.journals
 
 
-# --- Macs that are told to stop ---------------------------------------------------------------------------
-
-
 def states_of(world: World, name: str) -> list[MemberState]:
     """Return the states through which the others saw this agent since the beginning."""
     journals = [journal for other, journal in world.journals.items() if other != name]
@@ -520,8 +512,6 @@ def test_after_any_drain_at_any_time_all_is_well_in_the_end(
     world.start(*names)
     world.run_until(world.complaint, within_s=QUIET_S)
 
-
-# --- several deployments ----------------------------------------------------------------------------------
 
 MODELS = {
     "small": shape(num_hidden_layers=8),  # 5 GB

@@ -77,9 +77,6 @@ def hosts(node: Node, host: str, order: Prepare) -> None:
     rank.life.add_done_callback(lambda _life: node.parts.hosted._gone(rank))
 
 
-# --- orders -----------------------------------------------------------------------------------------------
-
-
 @played()
 async def test_only_the_owner_of_a_group_may_have_a_rank_of_it_started(node: Node) -> None:
     """A node that has yet to hear who owns a group takes part: its owner may be the first to tell."""
@@ -330,9 +327,6 @@ async def test_a_mac_for_which_there_is_no_room_ends_and_says_why(node: Node, fi
     node.tick()
 
 
-# --- memory ---------------------------------------------------------------------------------------------
-
-
 @played()
 async def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
@@ -351,9 +345,6 @@ async def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothi
         gateway.admission.memory = lambda free=free: SystemMemory(free)
         loads._report()
         assert (a.heard(MemoryShortage), a.ended(MemoryShortage)) == ([MemoryShortage()], over)
-
-
-# --- tokens -----------------------------------------------------------------------------------------------
 
 
 @played()
@@ -455,9 +446,6 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_too(tmp_path: Path,
         run(scene())
 
 
-# --- what people want -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["x" * 1001, "a\nb", "\ud800", "nul\0"])
 @played()
 async def test_a_name_that_no_message_can_carry_is_refused_where_it_is_typed(node: Node, model: str) -> None:
@@ -550,8 +538,6 @@ async def test_a_long_table_counts_once_all_of_it_has_come(node: Node) -> None:
     node.hear(a, *[replace(first, rows=(rows[0],) * 32)] * 33)
     assert node.parts.node.links.nodes() == {B}, "it never ends"
 
-
-# --- anything ---------------------------------------------------------------------------------------------
 
 _ids = st.sampled_from((A, B, "", "0" * 32, "us"))
 _numbers = st.one_of(st.integers(0, 9), st.just(U63), st.integers(0, U63))
@@ -652,9 +638,6 @@ def test_the_node_goes_on_after_any_message_of_members(
 
     with by_hand():
         asyncio.run(scene())
-
-
-# --- looking at machines before a group is planned --------------------------------------------------------
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> asyncio.Semaphore:

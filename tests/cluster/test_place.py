@@ -88,9 +88,6 @@ def lan(*memory: int, **changes: Any) -> list[MemberMachine]:
     return on_lan([mac(i, memory=each, **changes) for i, each in enumerate(memory)])
 
 
-# --- owners that obey ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Cluster:
     """Members, rows, and owners that do at once what they are assigned."""
@@ -313,9 +310,6 @@ def test_one_deployment_alone_gets_the_planners_choice_among_all(
     assert only.kv_mib == 0
 
 
-# --- examples --------------------------------------------------------------------------------------------
-
-
 def test_a_group_that_still_forms_where_another_one_comes_is_not_kept_there() -> None:
     """Its owner has yet to hear that another one has it."""
     macs, rows = lan(36, 20), [wanted("l", LARGE), wanted("m", MIDDLE)]
@@ -421,8 +415,6 @@ def test_a_replica_that_lacks_a_place_beside_a_group_of_several_macs_says_how_to
     rows, pair = [wanted("x", replicas=3), wanted("y", nodes=2)], {"y#0": ids("ab")}
     assert hint not in place(seen(lan(64, 64), rows, pair)).assignments[2].why
 
-
-# --- what runs, and faster places ------------------------------------------------------------------------
 
 FIVE = cabled(lan(64, 64, 64, 64, 64), all_pairs(5))
 
@@ -535,9 +527,6 @@ def test_a_row_that_wants_another_way_to_share_has_its_group_form_anew() -> None
     assert where(seen(lan(64, 64), rows, used))["x#0"] == "ab", "rather than alone"
 
 
-# --- groups that failed ----------------------------------------------------------------------------------
-
-
 def failing(row: WantedDeployment, *failed: FailedGroup) -> WantedDeployment:
     return replace(row, options=replace(row.options, failed=failed))
 
@@ -615,9 +604,6 @@ def test_a_group_whose_cable_is_out_is_planned_otherwise_once_it_has_ended() -> 
     over_lan = replace(between, kind=RING_ETHERNET)
     for each, found_there in ((row, "ab"), (cables, "")):
         assert where(seen(macs, [each], reports=[over_lan])) == {"x#0": found_there}
-
-
-# --- more examples ---------------------------------------------------------------------------------------
 
 
 def test_a_changed_number_of_replicas_ends_those_that_do_not_run_well_first() -> None:
@@ -810,9 +796,6 @@ def test_a_model_of_which_only_the_size_is_known_gets_one_mac() -> None:
     for bytes_held, found in (({node_id(0): 60 * GIB, node_id(1): GIB}, ""), ({}, "a")):
         view = seen(lan(64, 64), rows, reports=[GroupReport("x#0", ids("ab"), held_bytes=bytes_held)])
         assert where(view)["y#0"] == found
-
-
-# --- many ------------------------------------------------------------------------------------------------
 
 
 def many(macs: int, deployments: int) -> Cluster:

@@ -172,9 +172,6 @@ def test_what_the_owner_does(changes: dict[str, Any], action: Action) -> None:
     assert decided(**changes) == action
 
 
-# --- losing a member --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("said", LOST)
 def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     action = decided(**runs("a", "b", open_requests=3), statuses=here("a", "c", b=LOST[said]), unrest=UNREST)
@@ -188,9 +185,6 @@ def test_an_unknown_participant_is_gone() -> None:
     action = decided(**runs("a", "zeta-node-id"), statuses=here("a"))
     assert isinstance(action, StopEpoch)
     assert "lost zeta-nod (rank 1)" in action.reason
-
-
-# --- asked to take part -----------------------------------------------------------------------------------
 
 
 def test_a_node_takes_part_when_the_owner_asks() -> None:

@@ -199,9 +199,6 @@ def test_only_the_latest_addresses_of_a_peer_are_kept() -> None:
     assert from_text(to_text(SavedState(peers={"a": many}))).peers == {"a": many[:16]}
 
 
-# --- removals --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("state", [None, b"{", b'{"format": 99}'], ids=["gone", "damaged", "of a later one"])
 def test_a_removed_member_stays_removed_without_the_state(tmp_path: Path, state: bytes | None) -> None:
     save(tmp_path, KEPT)

@@ -43,8 +43,6 @@ def packed(*addresses: str) -> list[bytes]:
     return [socket.inet_aton(address) for address in addresses]
 
 
-# --- interfaces to announce on ----------------------------------------------------------------------------
-
 ETHERNET, WIFI, OTHER_NETWORK = "192.168.1.20/24", "192.168.1.21/24", "10.9.0.5/16"
 CABLES = tuple(f"10.201.{number}.1/30" for number in range(6))
 FACTORY_BRIDGE, VPN = "169.254.3.4/16", "100.64.0.9/32"
@@ -76,9 +74,6 @@ def test_it_announces_on_the_network_and_one_more_interface(
     assert set(found) == {plain[each] for each in expected}
     more = {**numbers, "192.168.7.7": numbers[found[0]]}
     assert {more[each] for each in announced_from(more, prefixes, "")} == {numbers[each] for each in found}
-
-
-# --- judging records --------------------------------------------------------------------------------------
 
 
 def test_what_a_node_announces_is_what_others_believe() -> None:
@@ -264,9 +259,6 @@ def test_our_id_from_elsewhere_is_a_copy() -> None:
 def test_what_keeps_multicast_from_working_is_explained(errno: int | None, said: str) -> None:
     assert said in explain(errno, "Network is unreachable")
     assert ("--peer" in explain(errno, "x")) == (errno is not None)
-
-
-# --- believing --------------------------------------------------------------------------------------------
 
 
 def seen(sightings: PeerCache, name: str, now: float, sighting: DiscoveredPeer = SIGHTING) -> bool:

@@ -48,8 +48,6 @@ def dialled(policy: Dialing, until: float, start: float = 0.0, linked: Iterable[
     return times
 
 
-# --- stories ----------------------------------------------------------------------------------------------
-
 NODES = {"me": ME, "a": ANNA, "b": BEN}
 
 
@@ -150,9 +148,6 @@ def test_a_story_of_dialling(script: str) -> None:
     assert len(told(script)) <= MAX_KNOWN
 
 
-# --- patience, over and over ------------------------------------------------------------------------------
-
-
 def test_the_wait_doubles_from_half_a_second_to_ten() -> None:
     assert dialled(dialing("mac:1"), 60.0) == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5, 45.5, 55.5]
 
@@ -202,9 +197,6 @@ def test_another_cluster_is_dialled_once_a_minute() -> None:
     assert times == [0.0, FOREIGN_S, 2 * FOREIGN_S, 3 * FOREIGN_S]
 
 
-# --- not too much at once ---------------------------------------------------------------------------------
-
-
 def test_hints_leave_room_for_what_is_more_than_a_hint() -> None:
     policy = dialing()
     policy.sighted([sighting(f"{n:032x}", f"10.1.0.{n}:1") for n in range(1, 60)], 0.0)
@@ -242,9 +234,6 @@ def test_remembered_addresses_are_bounded() -> None:
     policy.reached("10.9.9.9:1", ANNA, 1.0)
     assert policy.remembered()[ANNA] == ("10.9.9.9:1",)
     assert len(policy) == 256
-
-
-# --- a small world ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flood", [0, 50])

@@ -248,9 +248,6 @@ def test_without_any_network_it_says_so_and_goes_on(net: Hosts) -> None:
     until(lambda: ben.sees(sighting(A, a.address)), "Ben sees Anna", FOUND_S)
 
 
-# --- false records ----------------------------------------------------------------------------------------
-
-
 def announcement(
     service: str, txt: bytes, *, address: str = "10.87.0.2", port: int = 7, ttl: int = 4500
 ) -> bytes:

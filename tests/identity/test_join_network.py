@@ -140,9 +140,6 @@ async def join(port: int, identity: Identity, token: str | JoinToken) -> Granted
     return await ask_to_join("127.0.0.1", port, joiner(identity, token), TIMEOUT_S)
 
 
-# --- two Macs ---------------------------------------------------------------------------------------
-
-
 async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
     async with listening(House(macs.first)) as house:
         store, identity = macs.new()
@@ -214,9 +211,6 @@ async def test_a_member_that_is_not_the_first_sends_the_joiner_there(macs: Macs)
             assert isinstance(await house.outcomes.get(), LinkError)
             (address,) = caught.value.addresses
             await join(int(address.rpartition(":")[2]), identity, token)
-
-
-# --- who is not what it says ------------------------------------------------------------------------
 
 
 @asynccontextmanager

@@ -29,9 +29,6 @@ def refusal(store: Store) -> str:
     return caught.value.detail
 
 
-# --- stories ----------------------------------------------------------------------------------------
-
-
 def test_a_new_mac_draws_an_id_and_keeps_it(tmp_path: Path) -> None:
     first = Store(tmp_path / "home").load_or_create()
     assert len(bytes.fromhex(first.node_id)) == 16
@@ -99,9 +96,6 @@ def test_a_foreign_certificate_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"is for node {second.identity.node_id}"):
         store.save_membership(second.membership)
     assert store.load().membership is None
-
-
-# --- crashes ----------------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -215,9 +209,6 @@ def test_wherever_leaving_is_cut_short_a_mac_is_a_member_or_can_join(
         assert member.store.leave().membership is None
     assert 8 < crash < 29
     assert stages == {"a member", "left"}
-
-
-# --- what is refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FILES)

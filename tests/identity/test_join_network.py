@@ -17,10 +17,7 @@ import pytest
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError, UserError
 from mlxtp.identity.join_network import answer_joiner, ask_to_join
 from mlxtp.identity.join_protocol import (
-    LIFE_S,
-    MAX_FAILURES,
     Admitted,
-    AskElsewhere,
     Granted,
     Host,
     Joiner,
@@ -30,7 +27,7 @@ from mlxtp.identity.join_protocol import (
     redirect,
 )
 from mlxtp.identity.store import Identity, Store
-from mlxtp.wire.certificates import authority_hash, certificates_to_pem, found, key_to_pem, new_key
+from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Message, Ping
 from mlxtp.wire.peer_messages import JoinOffer
@@ -39,7 +36,6 @@ from mlxtp.wire.streams import StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_JOIN,
-    Credentials,
     Peer,
     join_context,
     member_context_client,
@@ -155,64 +151,6 @@ async def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
         writer.close()
 
 
-async def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
-    async with listening(House(macs.first)) as house:
-        token = house.token()
-        await join(house.port, macs.new()[1], token)
-        with pytest.raises(UserError, match="was used before; each token admits one Mac") as caught:
-            await join(house.port, macs.new()[1], token)
-        assert caught.value.code is Code.JOIN_REFUSED
-        await house.outcomes.get()
-        assert await house.outcomes.get() is None
-
-
-async def test_an_expired_token(macs: Macs) -> None:
-    async with listening(House(macs.first)) as house:
-        token = house.token()
-        house.now += LIFE_S + 42
-        with pytest.raises(UserError, match="expired 42 s ago; make a new one with `mlxtp token`"):
-            await join(house.port, macs.new()[1], token)
-
-
-async def test_five_failures_kill_a_token(macs: Macs) -> None:
-    async with listening(House(macs.first)) as house:
-        token = read_token(house.token())
-
-        class Guess(JoinToken):
-            @property
-            def key(self) -> bytes:
-                return bytes(32)
-
-        for _ in range(MAX_FAILURES):
-            guess = Guess(token.cluster_id, token.authority_hash, token.secret)
-            with pytest.raises(UserError, match="is not known here, or its proof is wrong"):
-                await join(house.port, macs.new()[1], guess)
-        with pytest.raises(UserError, match="is blocked after 5 wrong attempts"):
-            await join(house.port, macs.new()[1], token)
-
-
-async def test_a_token_from_before_the_agent_was_restarted(macs: Macs) -> None:
-    token = House(macs.first).token()
-    async with listening(House(macs.first)) as house:
-        with pytest.raises(UserError, match="is not known here"):
-            await join(house.port, macs.new()[1], token)
-
-
-async def test_a_member_that_is_not_the_first_sends_the_joiner_there(macs: Macs) -> None:
-    second = member_of(macs.first, macs.folder)
-    async with listening(House(macs.first)) as first:
-        offer = redirect(
-            second.membership.authority, secrets.token_bytes(32), "studio", (f"127.0.0.1:{first.port}",)
-        )
-        async with listening(House(second, elsewhere=offer)) as house:
-            identity, token = macs.new()[1], first.token()
-            with pytest.raises(AskElsewhere, match="studio can, at") as caught:
-                await join(house.port, identity, token)
-            assert isinstance(await house.outcomes.get(), LinkError)
-            (address,) = caught.value.addresses
-            await join(int(address.rpartition(":")[2]), identity, token)
-
-
 @asynccontextmanager
 async def impostor(
     context: ssl.SSLContext, *messages: Message
@@ -234,55 +172,25 @@ async def impostor(
         server.close()
 
 
-def context_showing(folder: Path, key: bytes, *certificates: bytes) -> ssl.SSLContext:
-    credentials = Credentials(folder / "key.pem", folder / "shown.pem")
-    credentials.key.write_bytes(key)
-    credentials.member.write_bytes(certificates_to_pem(*certificates))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols([ALPN_JOIN])
-    context.load_cert_chain(credentials.member, credentials.key)
-    return context
-
-
 def offer_of(member: Member) -> JoinOffer:
     return JoinOffer(member.membership.authority, secrets.token_bytes(32))
 
 
-def hears_nothing(
-    macs: Macs, context: ssl.SSLContext, offer: JoinOffer, error: type[MlxtpError], why: str
+@pytest.mark.parametrize(
+    ("offered", "error", "why"),
+    [("elsewhere", UserError, "and another cluster answered"),
+     ("first", ProtocolError, "was not made by the authority"),
+     ("", RemoteProtocolError, "may not send Ping in state new")],
+    ids=["another cluster", "an attacker in between", "before an offer"],
+)  # fmt: skip
+async def test_a_joiner_says_nothing_to_who_is_no_member_of_its_cluster(
+    macs: Macs, offered: str, error: type[MlxtpError], why: str
 ) -> None:
-    token = House(macs.first).token()
-
-    async def story() -> None:
-        async with impostor(context, offer) as (port, heard), asyncio.timeout(TIMEOUT_S):
-            with pytest.raises(error, match=why):
-                await join(port, macs.new()[1], token)
-            assert await heard == b""
-
-    asyncio.run(story())
-
-
-def test_a_joiner_says_nothing_to_another_cluster(macs: Macs) -> None:
+    """An attacker in between has everything but a certificate of that cluster."""
     context = member_context_server(macs.elsewhere.credentials)
-    hears_nothing(macs, context, offer_of(macs.elsewhere), UserError, "and another cluster answered")
-
-
-def test_a_joiner_says_nothing_to_who_passes_on_the_offer_of_its_cluster(macs: Macs, tmp_path: Path) -> None:
-    """An attacker in between, who has everything but a certificate of that cluster."""
-    context = member_context_server(macs.elsewhere.credentials)
-    hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
-    key = new_key()
-    forger = found(macs.first.identity.cluster_id, new_key())
-    forged = forger.certify(macs.first.identity.node_id, key.public_key())
-    context = context_showing(tmp_path, key_to_pem(key), forged, macs.first.membership.authority)
-    hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
-
-
-async def test_a_joiner_says_nothing_before_it_is_offered_something(macs: Macs) -> None:
-    context = member_context_server(macs.first.credentials)
-    error = "may not send Ping in state new"
-    async with impostor(context, Ping()) as (port, heard), asyncio.timeout(TIMEOUT_S):
-        with pytest.raises(RemoteProtocolError, match=error):
+    said = offer_of(getattr(macs, offered)) if offered else Ping()
+    async with impostor(context, said) as (port, heard), asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(error, match=why):
             await join(port, macs.new()[1], House(macs.first).token())
         assert await heard == b""
 

@@ -6,12 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import MAX_ENTRIES, NO_CLAIM, ClusterState, LeaderClaim, Roster, stronger
+from mlxtp.cluster.cluster_state import (
+    MAX_ENTRIES,
+    NO_CLAIM,
+    ClusterState,
+    LeaderClaim,
+    Replica,
+    Roster,
+    stronger,
+)
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, RosterEntry
 from mlxtp.wire.frames import encode
 
 from ..placement.made_up_macs import unsealed
+from .deployed import only
 
 
 @pytest.mark.parametrize(
@@ -170,3 +179,18 @@ def test_a_long_roster_travels_in_several_frames() -> None:
 
 def test_an_empty_roster_is_one_message_too() -> None:
     assert [message.entries for message in Roster().messages()] == [()]
+
+
+def test_a_counter_that_leaps_is_refused_and_changes_nothing() -> None:
+    replica = Replica("b", ClusterState())
+    assert replica.desires(only(4, "c", "llama"))
+    for leap in (
+        lambda: replica.desires(only(1 << 40, "c", "qwen")),
+        lambda: replica.desires(only(1 << 40, "c", "")),
+        lambda: replica.enrols([RosterEntry("c", "mini", "key", False, 1 << 40)]),
+        lambda: replica.saw_epoch(1 << 40),
+    ):
+        with pytest.raises(RemoteProtocolError, match="too far ahead"):
+            leap()
+    assert [row.name for row in replica.deployments.live()] == ["llama"]
+    assert (replica.roster, replica.epoch) == (Roster(), 0)

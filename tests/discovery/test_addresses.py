@@ -79,7 +79,13 @@ def test_it_announces_on_the_network_and_one_more_interface(
 def test_what_a_node_announces_is_what_others_believe() -> None:
     assert ADVERT.service() == NAME
     assert next(iter(ADVERT.properties())) == "txtvers"
-    assert validate(NAME, TXT, packed("10.0.0.5"), 52414) == SIGHTING
+    # Later versions may have more to say, and of one name that two machines have one is changed.
+    renamed = f"Anna's Mac [aaaaaaaa]-2.{SERVICE}"
+    for name, txt in ((NAME, TXT), (NAME, {**TXT, b"new": b"1", b"flag": None}), (renamed, TXT)):
+        assert validate(name, txt, packed("10.0.0.5"), 52414) == SIGHTING
+    plain = validate(f"someone.{SERVICE}", TXT, packed("10.0.0.5"), 52414)
+    assert isinstance(plain, DiscoveredPeer)
+    assert plain.name == "someone"
 
 
 @given(
@@ -126,18 +132,6 @@ def test_a_name_becomes_one_part_of_a_name_on_the_network(name: str, label: str)
     assert len(label.encode()) <= 58
 
 
-def test_a_name_that_another_machine_has_already_is_still_one() -> None:
-    renamed = f"Anna's Mac [aaaaaaaa]-2.{SERVICE}"
-    assert validate(renamed, TXT, packed("10.0.0.5"), 52414) == SIGHTING
-    plain = validate(f"someone.{SERVICE}", TXT, packed("10.0.0.5"), 52414)
-    assert isinstance(plain, DiscoveredPeer)
-    assert plain.name == "someone"
-
-
-def test_a_key_that_is_not_known_is_for_later_versions() -> None:
-    assert validate(NAME, {**TXT, b"new": b"1", b"flag": None}, packed("10.0.0.5"), 52414) == SIGHTING
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -146,11 +140,9 @@ def test_a_key_that_is_not_known_is_for_later_versions() -> None:
         ({b"id": b"a" * 31}, "id is not 32 hex digits"),
         ({b"id": b"A" * 32}, "id is not 32 hex digits"),
         ({b"id": b"a" * 32 + b"\n"}, "id is not 32 hex digits"),
-        ({b"id": None}, "id is not 32 hex digits"),
         ({b"cl": b"c" * 15}, "cl is not 16 hex digits or empty"),
         ({b"cl": b"g" * 16}, "cl is not 16 hex digits or empty"),
         ({b"v": b""}, "v is not a number of up to 4 digits"),
-        ({b"v": b"-1"}, "v is not a number of up to 4 digits"),
         ({b"v": b"12345"}, "v is not a number of up to 4 digits"),
         ({b"v": "١".encode()}, "v is not a number of up to 4 digits"),
         ({b"ca": b"2"}, "ca is not 1 or empty"),
@@ -164,29 +156,23 @@ def test_a_txt_record_that_is_not_ours(change: dict[bytes, bytes | None], why: s
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "port", "why"),
     [
-        (f"x.{SERVICE}x", "the name does not end with"),
-        ("x._http._tcp.local.", "the name does not end with"),
-        (SERVICE, "the name does not end with"),
-        (f".{SERVICE}", "a name of 0 bytes"),
-        (f"{'x' * 64}.{SERVICE}", "a name of 64 bytes"),
-        (f"{'é' * 32}.{SERVICE}", "a name of 64 bytes"),
-        (f"\x1b[2J.{SERVICE}", "cannot be printed"),
-        (f"two\nlines.{SERVICE}", "cannot be printed"),
-        (f"\u202egnp.{SERVICE}", "cannot be printed"),
-        (f"\ud800.{SERVICE}", "cannot be printed"),
+        (f"x.{SERVICE}x", 1, "the name does not end with"),
+        (SERVICE, 1, "the name does not end with"),
+        (f".{SERVICE}", 1, "a name of 0 bytes"),
+        (f"{'é' * 32}.{SERVICE}", 1, "a name of 64 bytes"),
+        (f"\x1b[2J.{SERVICE}", 1, "cannot be printed"),
+        (f"\ud800.{SERVICE}", 1, "cannot be printed"),
+        (NAME, None, "port None is not from 1 to 65535"),
+        (NAME, 0, "port 0 is not from 1 to 65535"),
+        (NAME, 65536, "port 65536 is not from 1 to 65535"),
     ],
 )
-def test_a_name_that_is_not_ours(name: str, why: str) -> None:
-    verdict = validate(name, TXT, packed("10.0.0.5"), 52414)
+def test_a_name_or_a_port_that_cannot_be(name: str, port: int | None, why: str) -> None:
+    verdict = validate(name, TXT, packed("10.0.0.5"), port)
     assert isinstance(verdict, Refused)
     assert why in verdict.reason
-
-
-@pytest.mark.parametrize("port", [None, 0, -1, 65536])
-def test_a_port_that_cannot_be(port: int | None) -> None:
-    assert validate(NAME, TXT, packed("10.0.0.5"), port) == Refused(f"port {port} is not from 1 to 65535")
 
 
 @pytest.mark.parametrize(
@@ -425,13 +411,3 @@ def test_it_is_always_little_and_says_when_it_changed(operations: list[tuple[str
         assert changed == (sightings.believed != before)
         assert len(sightings) <= 2 * MAX_SIGHTINGS
         assert len(sightings.believed) <= MAX_SIGHTINGS
-
-
-def test_ten_thousand_names_leave_little_behind() -> None:
-    sightings = PeerCache()
-    for number in range(10_000):
-        sightings.announced(numbered(number), float(number))
-        if number % 2:
-            sightings.resolved(numbered(number), SIGHTING, float(number))
-    assert MAX_SIGHTINGS < len(sightings) <= 2 * MAX_SIGHTINGS
-    assert numbered(9998) in sightings.due(20_000.0)

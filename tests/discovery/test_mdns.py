@@ -156,6 +156,9 @@ Tell = Callable[[Story], World]
 def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].advert == ADVERT, "announced")
+        joined = dataclasses.replace(ADVERT, cluster_id="c" * 16)
+        world.discovery.update(joined)
+        await eventually(lambda: world.networks[0].advert == joined, "announced again")
         world.publish(OTHER)
         await eventually(lambda: world.changes, "told")
         world.networks[0].heard(OTHER.service(), False)
@@ -163,7 +166,8 @@ def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
 
     world = tell(story)
     assert [[each.addresses for each in change] for change in world.changes] == [[("10.0.0.2:52415",)], []]
-    assert world.networks[0].closed == "with goodbye"
+    [network] = world.networks
+    assert network.closed == "with goodbye"
     assert world.said == []
 
 
@@ -263,26 +267,6 @@ def test_which_addresses_are_used(
         assert f"that is up has {'10.0.0.9' if only else 'an IPv4 address'}" in world.said[0]
     else:
         assert list(world.networks[0].addresses) == used
-
-
-def test_another_advert_is_announced(tell: Tell) -> None:
-    joined = dataclasses.replace(ADVERT, cluster_id="c" * 16)
-
-    async def story(world: World) -> None:
-        await eventually(lambda: world.networks[0].advert == ADVERT, "announced")
-        world.discovery.update(joined)
-        await eventually(lambda: world.networks[0].advert == joined, "announced")
-
-    assert len(tell(story).networks) == 1
-
-
-def test_all_are_asked_again_now_and_then(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdns, "ASK_AGAIN_S", 0.02)
-
-    async def story(world: World) -> None:
-        await eventually(lambda: world.networks[0].times_asked >= 3, "asked")
-
-    assert len(tell(story).networks) == 1
 
 
 def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:

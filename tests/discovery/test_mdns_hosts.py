@@ -207,47 +207,6 @@ def test_who_cannot_find_out_whether_its_name_is_free_takes_it(net: Hosts) -> No
     until(lambda: ben.sees(sighting(A, a.address)), "Ben sees Anna", FOUND_S)
 
 
-def test_one_address_can_be_all_that_is_used(net: Hosts) -> None:
-    a, b = net.hosts
-    cable = net.cable(a, b)
-    anna = Member(a, A)
-    ben = Member(b, B, (cable.addresses[1],))
-    until(lambda: anna.sees(sighting(B, cable.addresses[1])), "Anna sees Ben at one address", FOUND_S)
-    assert all(each == sighting(B, cable.addresses[1]) for all_ in anna.history for each in all_)
-    until(lambda: ben.sees(sighting(A, a.address, cable.addresses[0])), "Ben sees both of Anna's", FOUND_S)
-
-
-def test_agents_of_one_machine_find_each_other_on_its_loopback(net: Hosts) -> None:
-    a, b = net.hosts
-    anna, ben = Member(a, A, ("127.0.0.1",)), Member(a, B, ("127.0.0.1",))
-    other = Member(b, dataclasses.replace(A, node_id="e" * 32))
-    until(lambda: anna.sees(sighting(B, "127.0.0.1")), "Anna sees Ben", FOUND_S)
-    until(lambda: ben.sees(sighting(A, "127.0.0.1")), "Ben sees Anna", FOUND_S)
-    other.close()
-    assert other.history == []
-
-
-def test_a_copied_home_is_told_to_both(net: Hosts) -> None:
-    a, b = net.hosts
-    anna, copy = Member(a, A), Member(b, A)
-    until(lambda: anna.said, "Anna hears of her copy", FOUND_S)
-    until(lambda: copy.said, "the copy hears of Anna", FOUND_S)
-    for member, host in ((anna, b), (copy, a)):
-        assert f"at {host.address}:{A.port} announces the id of this node, {A.node_id}" in member.said[0]
-        assert member.history == []
-
-
-def test_without_any_network_it_says_so_and_goes_on(net: Hosts) -> None:
-    a, b = net.hosts
-    a.ip("addr flush dev eth0", "route flush table main")
-    ben, anna = Member(b, B), Member(a, A, (a.address,), REFRESH_S=0.3)
-    until(lambda: anna.said, "Anna says what is wrong", FOUND_S)
-    assert f"no network interface of this machine that is up has {a.address}" in anna.said[0]
-    a.ip(f"addr add {a.address}/24 dev eth0")
-    until(lambda: anna.sees(sighting(B, b.address)), "Anna sees Ben", FOUND_S)
-    until(lambda: ben.sees(sighting(A, a.address)), "Ben sees Anna", FOUND_S)
-
-
 def announcement(
     service: str, txt: bytes, *, address: str = "10.87.0.2", port: int = 7, ttl: int = 4500
 ) -> bytes:
@@ -316,11 +275,7 @@ GOOD = ("txtvers=1", f"id={'9' * 32}", "cl=", "v=1", "ca=")
     ("service", "items", "records"),
     [
         (f"Bad [99999999].{SERVICE}", ("txtvers=2", *GOOD[1:]), {}),
-        (f"Bad [99999999].{SERVICE}", (GOOD[0], f"id={'9' * 31}", *GOOD[2:]), {}),
-        (f"Bad [99999999].{SERVICE}", (*GOOD, *(f"x{n}={'y' * 200}" for n in range(5))), {}),
         (f"Bad [99999999].{SERVICE}", GOOD, {"port": 0}),
-        (f"Bad [99999999].{SERVICE}", GOOD, {"address": "224.0.0.1"}),
-        (f"Bad [99999999].{SERVICE}", GOOD, {"address": "127.0.0.1"}),
         (f"Bad\x1b[2J [99999999].{SERVICE}", GOOD, {}),
         (f"_sub.{SERVICE}", GOOD, {}),
         ("somewhere._else._tcp.local.", GOOD, {}),

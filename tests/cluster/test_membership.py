@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.cluster.membership import (
-    TRANSITIONS,
     Change,
-    ChangeCause,
     Duplicate,
     Membership,
     MemberState,
@@ -48,7 +46,7 @@ class Story:
                     self.now += float(seconds)
                 case ["removed" | "admitted" as what]:
                     getattr(self.members, what)("b")
-                case [("beat" | "heard" | "link_down" | "goodbye") as what, link]:
+                case [("beat" | "link_down" | "goodbye") as what, link]:
                     getattr(self.members, what)(int(link), self.now)
                 case _:
                     assert step == "tick"
@@ -89,85 +87,43 @@ class Story:
 
 
 STORIES = """
-it is away until it is first seen: beats 60
-    ; away
-with its first link it is alive: beats 60, b-1 on 1
-    linked; alive b-1 linked 1
-one that beats stays alive: b-1 on 1, beats 60 1
-    linked; alive b-1 linked 1
-silent for 1 s: b-1 on 1, beats 5 1, beats 1
-    linked; alive b-1 linked 1
 silent for 1.5 s: b-1 on 1, beats 5 1, beats 1.5
-    linked, silent; suspect b-1 linked 1
-silent for 2.5 s: b-1 on 1, beats 5 1, beats 2.5
     linked, silent; suspect b-1 linked 1
 silent for 3 s: b-1 on 1, beats 5 1, beats 3
     linked, silent, given_up; dead b-1
-one whose beats wait behind other words is not silent: b-1 on 1, beats 1, heard 1, beats 1, heard 1, beats 1
-    linked; alive b-1 linked 1
 a suspect that is heard again: b-1 on 1, beats 2, beats 1 1
     linked, silent, heard; alive b-1 linked 1
-a link that broke now: b-1 on 1, beats 5 1, link_down 1
-    linked, broken; suspect b-1
-a link that broke 1 s ago: b-1 on 1, beats 5 1, link_down 1, tick, beats 1
-    linked, broken; suspect b-1
 a link that broke 1.5 s ago: b-1 on 1, beats 5 1, link_down 1, tick, beats 1.5
     linked, broken, given_up; dead b-1
-a silent one whose link breaks is given no time on top: b-1 on 1, beats 5 1, beats 2.5, link_down 1, beats 0.5
-    linked, silent, given_up; dead b-1
 a link that comes back in time is but a scare: b-1 on 1, link_down 1, beats 1, b-1 on 2, beats 5 2
     linked, broken, linked; alive b-1 linked 2
-a suspect whose link breaks: b-1 on 1, beats 2, link_down 1
-    linked, silent; suspect b-1
-of two links the first may go: b-1 on 1, b-1 on 2, beats 1 1 2, link_down 1, beats 5 2, b-1 on 3
-    linked; alive b-1 linked 2 3
-of two links the second may go: b-1 on 1, b-1 on 2, beats 1 1 2, link_down 2, beats 5 1, b-1 on 3
+of two links one may go: b-1 on 1, b-1 on 2, beats 1 1 2, link_down 2, beats 5 1, b-1 on 3
     linked; alive b-1 linked 1 3
-a second link over which nothing comes stops counting: b-1 on 1, b-1 on 2, beats 3 2
-    linked; alive b-1 linked 2
 links of one member are few: b-1 on 1, b-1 on 2, b-1 on 3, b-1 on 4, b-1 refused 5, b-1 refused 6
     linked; alive b-1 linked 1 2 3 4
 a restart ends one incarnation and begins another: b-1 on 1, beats 5 1, link_down 1, b-2 on 2
     linked, broken, ended, restarted b-2; alive b-2 linked 2
-a restart is noticed while the old link still stands: b-1 on 1, beats 5 1, b-2 on 2, beats 5 2
-    linked, ended, restarted b-2; alive b-2 linked 2
 a return after a partition is the same incarnation: b-1 on 1, beats 5, b-1 on 2
     linked, silent, given_up, returned; alive b-1 linked 2
-a late beat over the link it was given up on: b-1 on 1, beats 5, beats 5 1
-    linked, silent, given_up; dead b-1
 what is over never counts again: b-1 on 1, beats 5, b-2 on 2, b-1 refused 3, beat 3
     linked, silent, given_up, restarted b-2; alive b-2 linked 2
-beats of one that was followed are not its successor's: b-1 on 1, b-2 on 2, beats 1, beat 1, beats 1, beat 1
-    linked, ended, restarted b-2, silent b-2; suspect b-2 linked 1 2
-first words in the wrong order, and the link ends: b-2 on 2, b-1 on 1, link_down 1, beats 5 2, b-1 refused 3
-    linked b-2, ended b-2, restarted, ended, restarted b-2; alive b-2 linked 2
 first words in the wrong order, and silence: b-2 on 2, b-1 on 1, beats 5 2, b-1 refused 3
     linked b-2, ended b-2, restarted, silent, ended, restarted b-2; alive b-2 linked 2
 first words in the wrong order, and a goodbye: b-2 on 2, b-1 on 1, goodbye 1, beats 5 2, b-1 refused 3
     linked b-2, ended b-2, restarted, ended, restarted b-2; alive b-2 linked 2
 a goodbye is a departure and not a death: b-1 on 1, goodbye 1, beats 5
     linked, goodbye; left b-1
-who said goodbye comes back by a restart: b-1 on 1, goodbye 1, b-1 refused 2, b-2 on 3
-    linked, goodbye, restarted b-2; alive b-2 linked 3
 beats of the first before the second came prove no copy: b-1 on 1, beats 20 1, b-2 on 2, beats 20 2
     linked, ended, restarted b-2; alive b-2 linked 2
 a call to ourselves is no copy, and a stranger has no link: a-1 refused 1, z-1 refused 2
     ; away
-time that we stood still counts against no member: b-1 on 1, beats 5 1, stands 60, tick, beats 1 1
-    linked; alive b-1 linked 1
-nor against a second link: b-1 on 1, b-1 on 2, stands 60
+time that we stood still counts against no link: b-1 on 1, b-1 on 2, stands 60
     linked; alive b-1 linked 1 2
 a link that broke before we stood still gets its time: b-1 on 1, link_down 1, tick, stands 60, tick, beats 2
     linked, broken; suspect b-1
 and no more than that: b-1 on 1, link_down 1, tick, stands 60, tick, beats 3
     linked, broken, given_up; dead b-1
-after a lag the limits are in the end what they were: b-1 on 1, stands 5, beat 1, tick, beats 7 1, beats 3
-    linked, silent, given_up; dead b-1
-a removed member without links: removed, b-2 refused 7
-    removed; removed
 a removed member is cut at once and not let in: b-1 on 1, removed, b-2 refused 7
-    linked, removed; removed b-1
-with all its links: b-1 on 1, b-1 on 2, removed, b-2 refused 7
     linked, removed; removed b-1
 a removed member may be admitted again: removed, removed, admitted, admitted, b-1 on 1
     removed, admitted, linked; alive b-1 linked 1
@@ -190,11 +146,6 @@ def test_a_suspect_with_a_link_can_be_counted_on_and_one_without_cannot() -> Non
     assert story.members.status_of("b").present
     story.told("link_down 1")
     assert not story.members.status_of("b").present
-
-
-def test_a_change_says_what_was_before() -> None:
-    story = Story().told("b-1 on 1, tick")
-    assert story.changes == [Change("b", MemberState.AWAY, MemberState.ALIVE, ChangeCause.LINKED, "b-1")]
 
 
 def test_a_number_cannot_name_two_links() -> None:
@@ -249,28 +200,6 @@ def test_there_is_room_for_64() -> None:
     assert len(story.members.statuses()) == MAX_MEMBERS
     assert "z" not in story.members.statuses()
     story.members.admitted("a")  # this node itself takes no room
-
-
-def test_every_state_is_reached_and_left_by_legal_moves_only() -> None:
-    legal = {(before, after) for (before, _), after in TRANSITIONS.items()}
-    forbidden = set(itertools.permutations(MemberState, 2)) - legal
-    assert forbidden == {
-        (MemberState.AWAY, MemberState.SUSPECT),
-        (MemberState.AWAY, MemberState.DEAD),
-        (MemberState.AWAY, MemberState.LEFT),
-        (MemberState.ALIVE, MemberState.AWAY),
-        (MemberState.SUSPECT, MemberState.AWAY),
-        (MemberState.DEAD, MemberState.AWAY),
-        (MemberState.DEAD, MemberState.SUSPECT),
-        (MemberState.DEAD, MemberState.LEFT),
-        (MemberState.LEFT, MemberState.AWAY),
-        (MemberState.LEFT, MemberState.SUSPECT),
-        (MemberState.LEFT, MemberState.DEAD),
-        (MemberState.REMOVED, MemberState.ALIVE),
-        (MemberState.REMOVED, MemberState.SUSPECT),
-        (MemberState.REMOVED, MemberState.DEAD),
-        (MemberState.REMOVED, MemberState.LEFT),
-    }
 
 
 _input = st.one_of(

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxtp.cluster.introduction import Introduction, compare, unlike_kernels
 from mlxtp.wire.cluster_messages import AgentHello
@@ -19,10 +17,6 @@ OURS = AgentHello(
 )  # fmt: skip
 
 
-def test_equal_builds_fit() -> None:
-    assert compare(OURS, OURS) is None
-
-
 def versions(**changes: str) -> AgentHello:
     have = dict(item.split("=") for item in OURS.versions) | {
         k.replace("_", "-"): v for k, v in changes.items()
@@ -30,9 +24,12 @@ def versions(**changes: str) -> AgentHello:
     return replace(OURS, versions=tuple(f"{name}={value}" for name, value in have.items()))
 
 
-@pytest.mark.parametrize("theirs", ["0.4.2", "0.5.0", "0.4.1.dev3"])
-def test_a_minor_difference_of_mlxtp_is_accepted(theirs: str) -> None:
-    assert compare(OURS, versions(mlxtp=theirs)) is None
+@pytest.mark.parametrize("theirs", [
+    OURS, versions(mlxtp="0.4.2"), versions(mlxtp="0.5.0"),
+    replace(OURS, flags=OURS.flags[::-1], versions=OURS.versions[::-1]),
+])  # fmt: skip
+def test_equal_builds_fit_and_mlxtp_may_differ_a_little(theirs: AgentHello) -> None:
+    assert compare(OURS, theirs) is None
 
 
 @pytest.mark.parametrize(
@@ -74,28 +71,3 @@ def test_unlike_kernels_are_a_warning_and_no_refusal(caplog: pytest.LogCaptureFi
     assert record.getMessage().startswith(here.unlike[theirs.node_id] + "; `mlxtp doctor`")
     Introduction.met(here, ours)
     assert here.unlike[ours.node_id] == ""
-
-
-def test_the_order_of_flags_means_nothing() -> None:
-    assert compare(OURS, replace(OURS, flags=OURS.flags[::-1], versions=OURS.versions[::-1])) is None
-
-
-_pairs = st.dictionaries(
-    st.sampled_from(("mlxtp", "mlx", "mlx-lm", "python")), st.sampled_from(("1.2", "1.3", "2.0"))
-)
-_build = st.builds(
-    lambda protocol, versions, flags: replace(
-        OURS,
-        version=protocol,
-        versions=tuple(f"{k}={v}" for k, v in versions.items()),
-        flags=tuple(f"{k}={v}" for k, v in flags.items()),
-    ),
-    st.integers(1, 2),
-    _pairs,
-    _pairs,
-)
-
-
-@given(_build, _build)
-def test_both_sides_come_to_the_same_verdict(one: AgentHello, other: AgentHello) -> None:
-    assert (compare(one, other) is None) == (compare(other, one) is None)

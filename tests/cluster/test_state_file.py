@@ -43,12 +43,6 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert load(tmp_path) == (KEPT, "")
 
 
-def test_deployments_that_no_member_can_have_are_told() -> None:
-    row = json.loads(to_text(KEPT))["deployments"][0]
-    with pytest.raises(ValueError, match="deployments: no table has such a row"):
-        from_text(changed(deployments=[row, row]))
-
-
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
     assert load(tmp_path) == (SavedState(), "")
     assert load(tmp_path / "no such folder") == (SavedState(), "")
@@ -91,17 +85,6 @@ def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch
     assert from_text((tmp_path / FILE).read_text()) == SavedState()
 
 
-def test_a_new_file_is_on_the_disk_before_it_has_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("sync"))
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda self, to: (done.append("rename"), replace(self, to))[1])
-    save(tmp_path, KEPT)
-    assert done == ["sync", "rename", "sync"] * 2  # the last ones are of the removals
-
-
 def test_a_full_disk_is_told_and_the_last_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, KEPT)
 
@@ -120,26 +103,23 @@ def changed(**fields: object) -> str:
 
 
 ROW = json.loads(to_text(KEPT))["roster"][0]
+DEPLOYED = json.loads(to_text(KEPT))["deployments"][0]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "Expecting value"),
-        ("{", "Expecting"),
         (to_text(KEPT)[:-40], ""),
         ("[]", "has no format number"),
-        ("{}", "has no format number"),
         (changed(format=5), "format 5; this version reads format 4"),
-        (changed(format=3), "format 3"),
         (changed(format=True), "has no format number"),
         (changed(more=1), "exactly the fields"),
         (changed(epoch=-1), "epoch: expected an integer"),
-        (changed(term="7"), "term: expected an integer"),
         (changed(deployments=[{"version": 1}]), "deployments: expected a map"),
+        (changed(deployments=[DEPLOYED, DEPLOYED]), "deployments: no table has such a row"),
         (changed(roster=[ROW | {"name": 1}]), "roster.name: expected a string"),
         (changed(floor=-1), "floor: expected an integer"),
-        (changed(roster=[{}]), "roster: expected a map"),
         (changed(peers=[]), "peers: expected a map"),
         (changed(peers={"a": [1]}), "peers: expected a string"),
         (changed(peers={str(i): [] for i in range(65)}), "at most 64"),
@@ -180,11 +160,6 @@ def test_a_file_that_cannot_be_opened_is_not_taken_for_a_first_start(tmp_path: P
     (tmp_path / FILE).symlink_to(FILE)
     with pytest.raises(UserError, match=r"state\.json: Too many levels of symbolic links"):
         load(tmp_path)
-
-
-def test_a_home_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        save(tmp_path / "gone", KEPT)
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:

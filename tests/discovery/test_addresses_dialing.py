@@ -129,13 +129,13 @@ nor by being remembered meanwhile
     ; 0 sees a@1; 0 dials 1; 0 foreign 1; 1 sees; 2 remember a 1; 59 dials; 60 dials 1
 who answers counts more than who was said to be there, even if other members say so
     ; 0 sees b@1; 0 dials 1; 0.1 reached 1 a; 20 sees b@1 b@2; 20+a dials 2; 20 remembers a:1
-another node at an old address is found
-    ; 0 remember a 1; 0 sees a@2 b@1; 0+a dials 1; 0.1 reached 1 b; 0.1 remembers b:1
 the address of the last link is remembered first
     ; 0 remember a 1 2; 0 dials 1 2; 1 reached 2 a; 1 remembers a:2,1; 2 reached 1 a; 2 remembers a:1,2
 a node that was removed is forgotten
     mac; 0 remember a 1; 0 dials mac 1; 0.1 reached mac a; 0.1 failed 1; 0.1 forget a; 0.1 remembers; \
     60 dials mac; 60 knows 1
+a sighting that comes and goes does not make us dial without rest
+    ; 0 sees a@1; 0 dials 1; 0.1 failed 1; 0.2 sees; 0.3 sees a@1; 0.3 dials; 0.5 dials 1
 one node is dialled at two addresses at once
     ; 0 remember a 1 2 3 4 5; 0 dials 1 2
 """
@@ -202,33 +202,6 @@ def test_remembered_addresses_are_bounded() -> None:
     policy.reached("10.9.9.9:1", ANNA, 1.0)
     assert policy.remembered()[ANNA] == ("10.9.9.9:1",)
     assert len(policy) == 256
-
-
-@pytest.mark.parametrize("flood", [0, 50])
-def test_a_node_links_with_all_of_its_cluster(flood: int) -> None:
-    """Five nodes with two addresses each, of which one is dead; others lie about who they are."""
-    truth = {f"10.0.{n}.1:1": f"{n:032x}" for n in range(1, 6)}
-    policy = dialing("10.0.1.1:1", "nobody:1")
-    policy.remember("2".rjust(32, "0"), ["10.0.2.1:1"])
-    hints = [sighting(node, f"10.9.9.{node[-1]}:1", address) for address, node in truth.items()]
-    lies = [sighting(f"{n + 100:032x}", f"10.8.0.{n}:1") for n in range(flood)]
-    policy.sighted(lies + hints, 0.0)
-    linked: set[str] = set()
-    pending: list[tuple[float, str]] = []
-    now = 0.0
-    while len(linked) < 5 and now < 120.0:
-        for due, address in [pair for pair in pending if pair[0] <= now]:
-            pending.remove((due, address))
-            if address in truth:
-                policy.reached(address, truth[address], now)
-                linked.add(truth[address])
-            else:
-                policy.failed(address, now)
-        # Who is there answers within 0.1 s, and a dead address takes 3 s to find out.
-        pending += [(now + (0.1 if a in truth else 3.0), a) for a in policy.tick(now, linked)]
-        now += TICK_S
-    assert len(linked) == 5
-    assert now <= (5.0 if not flood else 40.0)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -354,7 +327,6 @@ TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
         ("10.0.0.1:-1", None),
         ("10.0.0.1:²", None),
         (":52414", None),
-        ("", None),
         ("x" * 300 + ":1", None),
     ],
 )

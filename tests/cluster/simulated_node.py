@@ -121,7 +121,6 @@ class Journal:
 
     changes: list[tuple[float, Change]] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
-    actions: list[tuple[float, Action]] = field(default_factory=list)
     epochs: list[tuple[float, str, int, str]] = field(default_factory=list)
     """When, what, number, owner; of all groups."""
 
@@ -479,8 +478,6 @@ class Node:
         raise AssertionError(f"{self.id} never comes to rest: {action}")
 
     def act(self, part: Part, action: Action) -> bool:
-        if not self.journal.actions or self.journal.actions[-1][1] != action:
-            self.journal.actions.append((self.world.now, action))
         match action:
             case FormEpoch() if self.world.now >= part.rests_until:
                 self.form(part, action)

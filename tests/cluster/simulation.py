@@ -133,16 +133,8 @@ class World:
             kept = from_text(self.disks[name]).beliefs
             if name not in self.nodes and name in kept.roster.members():
                 self._forget_wires_of(name)
-                self._start(name, name, kept)
-
-    def start_twin(self, name: str) -> None:
-        """Another machine, with a copy of this one's home folder. It calls the others, who call the first."""
-        self._start(f"{name}'", name, from_text(self.disks[name]).beliefs)
-
-    def _start(self, key: str, node_id: str, kept: ClusterState) -> None:
-        node = Node(self, node_id, f"{node_id}-{next(self._boots)}", kept)
-        self.nodes[key] = node
-        self.at(self.now + self._random.uniform(0, 0.05), node.tick)
+                self.nodes[name] = node = Node(self, name, f"{name}-{next(self._boots)}", kept)
+                self.at(self.now + self._random.uniform(0, 0.05), node.tick)
 
     def kill(self, name: str, *, power: bool = False) -> None:
         """The process ends between two instructions; with `power`, its machine does."""

@@ -35,7 +35,6 @@ class Story:
         kept = kept or ClusterState()
         self.replica = Replica("b", kept)
         self.leadership = Leadership(self.replica, kept.claim.term, self.now, CALM)
-        self.claimed = 0
         self.pulses = 0
         self.boots = {1: "a-1", 3: "c-1"}
 
@@ -48,8 +47,8 @@ class Story:
         return self.leadership.received_beat(self.boots[link][0], self.boots[link], word, self.now)
 
     def tick(self) -> None:
-        changes = self.membership.tick(self.now)
-        self.claimed += self.leadership.tick(self.membership, changes, self.now)
+        before, changes = self.claim, self.membership.tick(self.now)
+        assert self.leadership.tick(self.membership, changes, self.now) is (self.claim != before)
 
     def beats(self, seconds: float, **words: Beat) -> Story:
         """`link_1=word` and `link_3=word` come at every beat; a pulse that they have rises each time."""
@@ -192,6 +191,8 @@ the next start is not to stop: led c5, leaves 1 c5^10, goodbye 1, tick, up 4 a-2
     c5
 nor after an unannounced restart: led c5, leaves 1 c5^10, up 4 a-2, hears 4 c5^10, tick
     c5
+a copy of another member's folder changes nothing: led a5, up 4 c-2, beats 2 1=a5^20 3=a5 4=a5
+    a5
 who is to stop does not claim while another is here: led c5, leaves 1 c5^10, goodbye 3, tick
     b6 leads draining a
 of those that are all to stop the smallest claims: led c5, leaves 1 c5^10, drain, goodbye 3, tick

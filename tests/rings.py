@@ -118,7 +118,6 @@ WHOLE = (
 )
 
 KEPT = (
-    "agents/test_attackers.py::test_a_page_of_another_origin_posts_in_vain",
     "agents/test_attackers.py::test_a_template_that_never_ends_costs_its_request_alone",
     "agents/test_crowd.py::test_a_client_with_many_requests_does_not_starve_one_with_one",
     "agents/test_models.py::test_what_one_has_is_served_by_all",

@@ -3,8 +3,6 @@
 One more thing is changed with THING=VALUE before `node`.
 
 version    what it tells others that its mlxtp is
-token_life seconds for which its join tokens are good
-issues     what it answers other members that ask it for a join token
 stuck      its event loop stands still once it runs; so many turns of half a second later it ends
 busy       so many threads of the loop, and so many of a queue, work for ever
 """
@@ -23,9 +21,7 @@ import mlxtp.agent
 import mlxtp.background
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
-import mlxtp.identity.join_protocol
 from mlxtp.cli.main import main
-from mlxtp.cluster.control_port import TokenIssuing
 from mlxtp.cluster.introduction import versions_here
 
 
@@ -53,13 +49,6 @@ def change(thing: str, value: str) -> None:
             told = (f"mlxtp={value}", *others)
             for module in (mlxtp.cluster.introduction, mlxtp.admin.handlers):
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
-        case "token_life":
-            mlxtp.identity.join_protocol.LIFE_S = float(value)
-        case "issues":
-            made = TokenIssuing._made
-            TokenIssuing._made = (  # type: ignore[method-assign]
-                lambda issuing, asked_by: value if asked_by else made(issuing, asked_by)
-            )
         case "stuck":
             mlxtp.background.TURNS, mlxtp.background.TURN_S = int(value), 0.5
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]

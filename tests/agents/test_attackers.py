@@ -5,19 +5,19 @@
 | 1. large bodies, more than memory holds | here |
 | 2. a chat template that never ends, or takes all memory | here; `tests/text/test_renderer_contained.py` |
 | 3. a lender whose manifest lists code and pickles | here |
-| 4. join tokens that a member asked for before its removal | here |
-| 5. a founder that answers with a shell command for a token | here |
+| 4. join tokens that a member asked for before its removal | `tests/cluster/test_control_port.py` |
+| 5. a founder that answers with a shell command for a token | `tests/cluster/test_node.py` |
 | 6. a disk that is full while a member is removed | here |
 | 7. more connections from one address than a server takes | here |
-| 8. liars that announce themselves to a Mac that wants to join | here |
+| 8. liars that announce themselves to a Mac that joins | `tests/identity/test_join_network_queue.py` |
 | 9. a stranger at the ports of a group that forms | `tests/chaos/test_strangers.py` |
 | 10. a prompt guessed by the tokens that a cache saves | none: `docs/security.md` promises nothing there |
 | 11. a client that calls itself by many names | here |
-| 12. a page of another origin that posts blindly | here; in a browser `tests/page/test_other_origins.py` |
+| 12. a page of another origin that posts blindly | `tests/api/test_server_access.py`, `tests/page/test_other_origins.py` |
 | 13. slow grammars | here |
 | 14. a kill at any moment | `tests/stories/test_crashes.py` |
 | 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_loader_tensor_headers.py` |
-| 16. a member that sends messages as fast as it can | here |
+| 16. a member that sends messages as fast as it can | `tests/cluster/test_links.py` |
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import resource
 import shutil
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,25 +38,12 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from mlxtp.cluster.cluster_state import READS
-from mlxtp.cluster.introduction import versions_here
-from mlxtp.cluster.links import ControlLink
 from mlxtp.cluster.state_file import load
 from mlxtp.config import embedded_model_path
-from mlxtp.discovery.addresses import MAX_ADDRESSES, SERVICE, Advert
-from mlxtp.errors import MlxtpError
-from mlxtp.identity.store import Store
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
-from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments
-from mlxtp.wire.messages import PROTOCOL_VERSION
-from mlxtp.wire.streams import open_tls
-from mlxtp.wire.tls import ALPN_CONTROL, member_context_client
 
-from ..discovery.test_mdns_hosts import multicasting, txt_record
-from ..hosts import Hosts, requires_namespaces
 from ..hub import EVIL, Hub, Model, embedded, poison, put, running_hub
 from ..live_cluster import WAIT_S
 from .agents import PROMPT, SECRET, Agent, wait
@@ -76,8 +62,6 @@ ROWS = 64  #: Sequences that a rank decodes at once.
 NAMES = 4 * ROWS  #: Of one client, with a request each.
 CONNECTIONS = 2100
 NAME = "some-body/llama"
-LIARS = 16
-LIES = "198.18"  #: Network of the addresses that liars announce
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +167,6 @@ def test_a_client_gains_nothing_by_many_names(agent: Agent) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:8080", "null"])
-def test_a_page_of_another_origin_posts_in_vain(agent: Agent, origin: str) -> None:
-    """A browser sends such a post without asking first."""
-    headers = {"Origin": origin, "Content-Type": "text/plain"}
-    reply = httpx.post(
-        f"{url_of(agent)}/v1/chat/completions", content=json.dumps(body("hi")), headers=headers
-    )
-    assert reply.status_code == 403
-    assert reply.json()["error"]["code"] == "origin_not_allowed"
-
-
-@pytest.mark.chaos
 def test_abandoned_bodies_take_at_most_the_memory_of_their_bound(agent: Agent) -> None:
     process = psutil.Process(agent.process.pid) if agent.process else psutil.Process()
     idle, most = process.memory_info().rss, 0
@@ -284,17 +256,6 @@ def join(cluster: Cluster) -> Iterator[Join]:
         each.close()
 
 
-def refused(cluster: Cluster, name: str, token: str) -> str:
-    """Return the last line of a Mac that ends because this token does not let it in."""
-    agent = cluster.mac(name)
-    agent.start("--join", token)
-    try:
-        assert agent.ended() == 1, agent.log
-    finally:
-        agent.close()
-    return agent.log.splitlines()[-1]
-
-
 def test_a_lender_brings_no_code_and_moves_no_branch(
     cluster: Cluster, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,79 +272,6 @@ def test_a_lender_brings_no_code_and_moves_no_branch(
     folder = snapshot(anna, NAME)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*")} == set(embedded())
     assert not (folder.parents[1] / "refs" / "main").exists()
-
-
-def test_tokens_that_a_removed_member_asked_for_open_nothing(cluster: Cluster, join: Join) -> None:
-    ben = join("ben")
-    used, kept = ben.token(), ben.token()
-    join("carl", used)
-    assert "carl was admitted by ben" in cluster.anna.command("cluster", "members").stdout
-    removed = cluster.anna.command("cluster", "remove", "ben")
-    assert "it admitted carl" in removed.stdout
-    last = refused(cluster, "dora", kept)
-    assert "the member that requested this join token was removed or left" in last
-
-
-@pytest.mark.chaos
-def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:
-    port = free_port()
-    liar = Agent(
-        tmp_path, "liar", None, *flags(port), program=("tests.agents.changed_node", "issues=x; touch owned")
-    )
-    ben = Agent(tmp_path, "ben", None, *flags(), "--peer", f"127.0.0.1:{port}")
-    try:
-        liar.start()
-        ben.start("--join", liar.first_token())
-        wait(lambda: ben.member(liar).get("state") == "alive", "ben is a member", liar, ben)
-        said = ben.command("token")
-        assert (said.returncode, said.stdout) == (1, "")
-        assert "liar replied with something else than a join token of this cluster" in said.stderr
-    finally:
-        ben.close()
-        liar.close()
-
-
-async def flood(home: Path, port: int, seconds: float) -> int:
-    """Send deployments as the member of this home, as fast as they are taken. Return how many."""
-    store, sent = Store(home), 0
-    identity = store.load()
-    streams = await open_tls(
-        "127.0.0.1", port, member_context_client(store.credentials, ALPN_CONTROL), ALPN_CONTROL, 5
-    )
-    link = ControlLink(*streams, dialled=True)
-    me, versions = (identity.node_id, identity.cluster_id), (*versions_here(), READS)
-    link.send(AgentHello(PROTOCOL_VERSION, *me, "boot", "mallory", versions, (), (), ""))
-    await link.receive_hello()
-    with contextlib.suppress(MlxtpError, TimeoutError):
-        async with asyncio.timeout(seconds):
-            while True:
-                row = Deployment("m", "m", version=5000 + sent, writer=me[0])
-                link.send(Deployments((row,), 0, False))
-                await link.connection.drain()
-                await asyncio.sleep(0)
-                sent += 1
-    link.close()
-    return sent
-
-
-def test_a_member_that_floods_delays_no_client_and_no_other_member(cluster: Cluster, join: Join) -> None:
-    mallory, carol, anna = join("mallory"), join("carol"), cluster.anna
-    mallory.stop()
-    sent, took = list[int](), []
-    flooding = threading.Thread(
-        target=lambda: sent.append(asyncio.run(flood(mallory.home, cluster.port, 10.0)))
-    )
-    flooding.start()
-    while flooding.is_alive():
-        began = time.monotonic()
-        anna.health()
-        took.append(time.monotonic() - began)
-        time.sleep(0.1)
-    anna.command("unload", "m")
-    assert sent[0] > 500
-    assert max(took) < 3.0, took
-    assert not anna.said("carol is dead")
-    assert not carol.said("anna is dead")
 
 
 def test_a_removal_on_a_full_disk_outlives_a_kill(cluster: Cluster, join: Join) -> None:
@@ -442,57 +330,3 @@ def test_connections_of_one_address_keep_neither_clients_nor_members_out(
             assert content(snapshot(mia, "some-body/other")) == larger
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def lie(number: int, cluster_id: str, port: int) -> bytes:
-    """The announcement of a Mac that says it can let others in, at 16 addresses where no Mac answers."""
-    advert = Advert(f"{number:08x}{'0' * 24}", cluster_id, f"a{number}", port, True, 1)
-    service = advert.service()
-    text = txt_record(*(f"{key}={value}" for key, value in advert.properties().items()))
-    out = DNSOutgoing(0x8400)
-    out.add_answer_at_time(DNSPointer(SERVICE, 12, 1, 4500, service), 0)
-    out.add_answer_at_time(DNSService(service, 33, 0x8001, 4500, 0, 0, port, service), 0)
-    out.add_answer_at_time(DNSText(service, 16, 0x8001, 4500, text), 0)
-    for each in range(MAX_ADDRESSES):
-        address = socket.inet_aton(f"{LIES}.{number}.{each + 1}")
-        out.add_answer_at_time(DNSAddress(service, 1, 0x8001, 4500, address), 0)
-    return bytes(out.packets()[0])
-
-
-@pytest.mark.chaos
-@requires_namespaces
-def test_a_mac_joins_beside_liars(tmp_path: Path) -> None:
-    """The liars accept each connection, send nothing, and are found first."""
-    with Hosts(3) as net:
-        one, two, liars = net.hosts
-        liars.ip(f"route add local {LIES}.0.0/16 dev lo")
-        two.ip(f"route add {LIES}.0.0/16 via {liars.address}")
-        anna, ben = Agent(tmp_path, "anna", one), Agent(tmp_path, "ben", two)
-        anna.start()
-        token = anna.first_token()
-        anna.post("unload")
-        cluster_id, over = anna.status()["cluster"], threading.Event()
-        silent = liars.inside(lambda: socket.create_server(("", 0), backlog=1024))
-        port = silent.getsockname()[1]
-
-        def announce() -> None:
-            while not over.wait(0.2):
-                for number in range(LIARS):
-                    sock.send(lie(number, cluster_id, port))
-
-        with silent, multicasting(liars) as sock:
-            announcer = threading.Thread(target=announce)
-            announcer.start()
-            asked: list[socket.socket] = []
-            try:
-                net.cut(one)
-                ben.start("--join", token)
-                silent.settimeout(WAIT_S)
-                asked += [silent.accept()[0] for _ in range(LIARS)]
-                net.mend(one)
-                assert wait(lambda: anna.member(ben), "ben is a member", anna, ben)
-            finally:
-                over.set()
-                announcer.join()
-                for each in asked:
-                    each.close()

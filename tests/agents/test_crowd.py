@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-import h11
+import httpx
 import psutil
 import pytest
 
@@ -22,61 +20,17 @@ MAX_ROWS = 64
 """Sequences that ranks decode at once."""
 
 
-@dataclass
-class Heard:
-    """A client's reply until its connection was closed."""
-
-    status: int = 0
-    body: bytes = b""
-    whole: bool = False
-
-    @property
-    def events(self) -> list[str]:
-        lines = self.body.decode().splitlines()
-        return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-
-    @property
-    def text(self) -> str:
-        """Of a stream that came to its end."""
-        *chunks, done = self.events
-        assert done == "[DONE]", self.body[-400:]
-        choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
-        assert choices[-1]["finish_reason"] == "stop"
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
-
-
-async def ask(host: str, port: int, text: str, **fields: Any) -> Heard:
-    """One streamed request on a connection of its own."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        messages = [{"role": "user", "content": f"Repeat exactly: {text}"}]
-        body = json.dumps(
-            {"messages": messages, "stream": True, "temperature": 0, "max_tokens": 64, **fields}
-        ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        return await listen(reader)
-    finally:
-        writer.close()
-
-
-async def listen(reader: asyncio.StreamReader) -> Heard:
-    connection, heard = h11.Connection(h11.CLIENT), Heard()
-    connection.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
-    connection.send(h11.EndOfMessage())
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(65536))
-        elif isinstance(event, h11.Response):
-            heard.status = event.status_code
-        elif isinstance(event, h11.Data):
-            heard.body += event.data
-        elif isinstance(event, h11.EndOfMessage):
-            heard.whole = True
-            return heard
-        else:
-            return heard
+async def ask(client: httpx.AsyncClient, text: str, user: str) -> str:
+    """Return the streamed answer, which came to its end, on a connection of its own."""
+    messages = [{"role": "user", "content": f"Repeat exactly: {text}"}]
+    fields = {"messages": messages, "stream": True, "temperature": 0, "max_tokens": 64, "user": user}
+    reply = await client.post("/v1/chat/completions", json=fields, headers={"Connection": "close"})
+    assert reply.status_code == 200, reply.text
+    *chunks, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]", reply.text[-400:]
+    choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+    assert choices[-1]["finish_reason"] == "stop"
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def descriptors(cluster: Cluster) -> list[int]:
@@ -92,19 +46,16 @@ def test_every_client_of_a_crowd_gets_its_own_string(two_ranks: Cluster, clients
     expected = two_ranks.content("Repeat exactly: PANDA-42")
     assert expected == "PANDA-42"
     at_first = descriptors(two_ranks)
-    host, port = two_ranks.url.removeprefix("http://").split(":")
 
-    async def crowd() -> list[Heard]:
-        asked = [
-            ask(host, int(port), text, user=f"user {number % users}") for number, text in enumerate(texts)
-        ]
-        async with asyncio.timeout(WAIT_S + SLOWNESS * clients):
-            return await asyncio.gather(*asked)
+    async def crowd() -> list[str]:
+        limits = httpx.Limits(max_connections=clients)
+        async with httpx.AsyncClient(base_url=two_ranks.url, timeout=None, limits=limits) as client:
+            async with asyncio.timeout(WAIT_S + SLOWNESS * clients):
+                return await asyncio.gather(
+                    *(ask(client, text, f"user {number % users}") for number, text in enumerate(texts))
+                )
 
-    for text, heard in zip(texts, asyncio.run(crowd()), strict=True):
-        assert heard.whole, heard
-        assert heard.status == 200, heard
-        assert heard.text == text
+    assert asyncio.run(crowd()) == texts
     until(lambda: two_ranks.health()["open_requests"] == 0, "no request is open")
     two_ranks.idle()
     until(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,51 +111,6 @@ def asking(*agents: Agent, model: str = "default", streams: int = STREAMS) -> It
         assert not any(thread.is_alive() for thread in threads), "a request has not ended"
 
 
-def undisturbed(agent: Agent, model: str = "default") -> str:
-    answer = agent.chat(COUNT, model=model, max_tokens=200)
-    assert answer
-    return answer
-
-
-def kill_ranks(agent: Agent) -> None:
-    for pid in rank_processes(agent.home):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.chaos
-def test_each_replica_is_killed_in_turn_under_streams(desk: Desk) -> None:
-    """None of the answers is lost or differs: each goes on at another replica."""
-    desk.only("tiny", replicas="3")
-    expected = undisturbed(desk.agents[0])
-    with asking(*desk.agents[:2]) as answers:
-        for agent in desk.agents:
-            desk.ready("tiny", 3)
-            time.sleep(0.5)
-            kill_ranks(agent)
-            wait(lambda: len(rank_processes(agent.home)) == 1, f"{agent.name} has a rank again", agent)  # noqa: B023
-        desk.ready("tiny", 3)
-    assert answers
-    assert set(answers) == {expected}
-
-
-@pytest.mark.chaos
-def test_the_agent_of_each_replica_is_killed_in_turn_under_streams(desk: Desk) -> None:
-    """Clients of the other agents lose nothing, whichever agent coordinates."""
-    desk.only("tiny", replicas="3")
-    expected = undisturbed(desk.agents[0])
-    for agent in desk.agents:
-        others = [each for each in desk.agents if each is not agent]
-        with asking(*others, streams=4) as answers:
-            time.sleep(0.5)
-            agent.kill()
-            desk.ready("tiny", 2, *others)
-            agent.start()
-            desk.ready("tiny", 3)
-        assert answers
-        assert set(answers) == {expected}
-
-
 @pytest.mark.chaos
 def test_a_mac_that_comes_and_goes_moves_nothing_else(desk: Desk) -> None:
     desk.only("tiny", replicas="3")
@@ -172,20 +123,6 @@ def test_a_mac_that_comes_and_goes_moves_nothing_else(desk: Desk) -> None:
             cleo.start()
             desk.ready("tiny", 3)
     assert {agent.name: rank_processes(agent.home) for agent in (anna, ben)} == before
-    assert "" not in answers
-
-
-@pytest.mark.chaos
-def test_fewer_replicas_end_and_the_rest_goes_on(desk: Desk) -> None:
-    desk.only("tiny", replicas="3")
-    owner = desk.owner("tiny")
-    pids = rank_processes(owner.home)
-    with asking(*desk.agents, streams=2) as answers:
-        desk.agents[1].post("serve", model="tiny", replicas="1")
-        desk.ready("tiny", 1)
-    left = [agent for agent in desk.agents if rank_processes(agent.home)]
-    assert len(left) == 1
-    assert left[0] is not owner or rank_processes(owner.home) == pids
     assert "" not in answers
 
 
@@ -227,39 +164,6 @@ def test_two_users_serve_on_two_sides_of_a_partition_that_heals(desk: Desk) -> N
         desk.ready(name, 1)
         for agent in desk.agents:
             wait(lambda: agent.chat(model=name) == SECRET, f"{agent.name} answers for {name}", agent)  # noqa: B023
-
-
-@pytest.mark.chaos
-def test_a_mac_that_started_alone_ends_no_group_of_the_others(desk: Desk) -> None:
-    """Its links take longer than its own groups. Streams at the others go on."""
-    desk.only("tiny", replicas="2")
-    desk.agents[0].post("serve", model=desk.model("twin"), nodes="1")
-    desk.ready("twin", 1)
-    late = desk.owner("tiny", 1)
-    others = tuple(each for each in desk.agents if each is not late)
-    one = others[0]
-    late.kill()
-    desk.ready("tiny", 2, *others)
-    desk.ready("twin", 1, *others)
-
-    def lives() -> list[tuple[str, str, int]]:
-        groups = [*desk.groups(one, "tiny"), *desk.groups(one, "twin")]
-        return [(group["id"], group["owner"], group["epoch"]) for group in groups]
-
-    before, expected = lives(), undisturbed(one)
-    desk.net.partition([host for host in desk.net.hosts if host is not late.host])
-    late.start()
-    for name in ("tiny", "twin"):
-        desk.ready(name, 1, late)
-    with asking(*others, streams=4) as answers:
-        desk.net.heal()
-        wait(lambda: late.member(one).get("state") == "alive", "they have met", *desk.agents)
-        wait(lambda: not rank_processes(late.home), "its own groups end", *desk.agents)
-        time.sleep(3.0)  # until more would have ended
-    assert lives() == before
-    assert set(answers) == {expected}
-    for name, count in (("tiny", 2), ("twin", 1)):
-        desk.ready(name, count)
 
 
 @pytest.mark.chaos

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..hub import COMMIT, TOKEN, Hub, Model, embedded, running_hub, with_weights
+from ..hub import TOKEN, Hub, Model, embedded, running_hub, with_weights
 from .agents import Agent, serving, wait
 from .test_one_machine import free_port
 
@@ -106,22 +106,6 @@ def test_one_downloads_and_the_others_copy_meanwhile(hub: Hub, three: tuple[Agen
     for agent in three:
         assert content(snapshot(agent, NAME)) == hub.models[NAME].files
     assert len({row["lender"] for row in rows(a, name).values()}) == 2
-
-
-def test_one_login_is_enough(hub: Hub, three: tuple[Agent, Agent, Agent]) -> None:
-    a = three[0]
-    name = a.post("pull", model=GATED)["model"]
-    wait(lambda: "it is gated" in rows(a, name).get("anna", {}).get("problem", ""), "it is gated", *three)
-    assert a.post("pull", model=GATED, everywhere="yes")["model"] == name
-
-    def done() -> bool:
-        now = rows(a, name)
-        return len(now) == 3 and all(row["complete"] for row in now.values())
-
-    wait(done, "all have it", *three)
-    assert hub.models[GATED].sent == {path: len(body) for path, body in hub.models[GATED].files.items()}
-    for agent in three:
-        assert (snapshot(agent, GATED).parents[1] / "refs" / "main").read_text() == COMMIT
 
 
 @pytest.mark.chaos

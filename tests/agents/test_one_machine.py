@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from mlxtp.config import embedded_model_path
 
 from ..live_cluster import rank_processes
 from .agents import SECRET, Agent, serving, wait
@@ -132,40 +129,6 @@ def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_pat
     serving(*pair)
     assert a.status()["epoch"] > epoch
     assert {agent.chat() for agent in pair} == {SECRET}
-
-
-@pytest.mark.chaos
-def test_a_second_model_is_served_beside_the_first(pair: tuple[Agent, Agent], tmp_path: Path) -> None:
-    """Each is answered at any member, and the first one's group does not notice."""
-    a, b = pair
-    serving(*pair)
-    ranks, folder = [rank_processes(agent.home) for agent in pair], tmp_path / "twin"
-    shutil.copytree(embedded_model_path(), folder)
-    assert b.command("serve", str(folder), "--nodes", "1").returncode == 0
-
-    def both_answer() -> bool:
-        return all(agent.chat(model=name) == SECRET for agent in pair for name in ("twin", "tiny"))
-
-    wait(both_answer, "each of both models is answered at each", *pair)
-    assert sum(len(rank_processes(agent.home)) for agent in pair) == 3
-    assert a.command("unload", str(folder)).returncode == 0
-    wait(lambda: not any(agent.chat(model="twin") for agent in pair), "one is gone", *pair)
-    assert {agent.chat() for agent in pair} == {SECRET}
-    wait(lambda: [rank_processes(agent.home) for agent in pair] == ranks, "the first one's ranks stay", *pair)
-
-
-def test_who_belongs_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
-    a, b = pair
-    shown = [agent.command("cluster", "members") for agent in pair]
-    assert all("anna" in each.stdout and "ben" in each.stdout for each in shown)
-    tokens = {agent.command("token").stdout.strip() for agent in pair}
-    assert {len(token) for token in tokens} == {72}
-    assert len(tokens) == 2
-    unknown = b.command("cluster", "remove", "carl")
-    assert unknown.returncode == 1
-    assert "no member is called 'carl'; there are" in unknown.stderr
-    itself = a.command("cluster", "remove", "anna")
-    assert "leaves with `mlxtp cluster leave`" in itself.stderr
 
 
 def test_an_agent_that_is_told_to_end_says_goodbye_and_leaves_nothing(pair: tuple[Agent, Agent]) -> None:

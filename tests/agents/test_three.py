@@ -9,7 +9,7 @@ import pytest
 
 from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS
-from .agents import SECRET, Agent, on_hosts, serving, wait
+from .agents import Agent, on_hosts, serving, wait
 
 pytestmark = [requires_namespaces, pytest.mark.chaos]
 
@@ -40,18 +40,6 @@ PROGRESS = rb',"state":"[^"]*"|,"prompt_progress":{[^}]*}'
 def same(answer: bytes) -> bytes:
     """A streamed answer without its id and times, and without the progress that a slow machine adds."""
     return re.sub(rb'"id":"[^"]*"|"created":\d+|%b' % PROGRESS, b"", re.sub(IDLE, b"", answer))
-
-
-def test_two_serve_and_the_third_answers_too(three: tuple[Agent, Agent, Agent]) -> None:
-    ranks = []
-    for agent in three:
-        status = agent.status()
-        assert (status["world_size"], len(status["members"])) == (2, 3)
-        ranks.append({member["name"]: member["rank"] for member in status["members"]})
-        assert agent.chat() == SECRET
-    assert ranks[0] == ranks[1] == ranks[2]
-    assert sorted(ranks[0].values(), key=str) == [0, 1, None]
-    assert ranks[0]["anna"] == 0
 
 
 @pytest.mark.parametrize(
@@ -94,21 +82,3 @@ def test_a_client_that_leaves_a_member_stops_the_ranks(three: tuple[Agent, Agent
     wait(lambda: a.health()["open_requests"] == 0, "no client waits for it", a, c, within_s=10 * SLOWNESS)
     wait(lambda: 0 < emitted() < 3800, "ranks are idle before the end of the reply", a)
     assert c.health()["open_requests"] == 0
-
-
-@pytest.mark.chaos
-def test_who_waits_takes_part_when_another_leaves(three: tuple[Agent, Agent, Agent]) -> None:
-    a, b, c = three
-    epoch = a.status()["epoch"]
-    waiting, working = sorted((b, c), key=lambda agent: a.member(agent)["rank"] is not None)
-    left = working.command("cluster", "leave")
-    assert left.returncode == 0, left.stderr
-    assert working.ended() == 0
-    print(f"left: serving again after {serving(a, waiting):.1f} s")
-    status = a.status()
-    assert status["epoch"] > epoch
-    assert {member["name"] for member in status["members"]} == {a.name, waiting.name}
-    assert {member["rank"] for member in status["members"]} == {0, 1}
-    # Who has left may come again, with the same node id.
-    working.start("--join", waiting.token(), *ONE_EACH)
-    serving(a, waiting, working, ranks=2)

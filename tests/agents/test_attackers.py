@@ -13,7 +13,7 @@
 | 9. a stranger at the ports of a group that forms | `tests/chaos/test_strangers.py` |
 | 10. a prompt guessed by the tokens that a cache saves | none: `docs/security.md` promises nothing there |
 | 11. a client that calls itself by many names | here |
-| 12. a page of another origin that posts blindly | `tests/api/test_server_access.py`, `tests/page/test_other_origins.py` |
+| 12. a page of another origin that posts blindly | `tests/api/test_server_access.py`, and in `tests/page` |
 | 13. slow grammars | here |
 | 14. a kill at any moment | `tests/stories/test_crashes.py` |
 | 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_loader_tensor_headers.py` |

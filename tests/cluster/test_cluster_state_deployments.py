@@ -276,17 +276,6 @@ def test_rows_that_no_member_writes_are_refused(rows: list[Deployment]) -> None:
         received(rows, 0)
 
 
-def test_the_digest_tells_tables_apart() -> None:
-    one = deployed("k")
-    tables = (
-        NO_DEPLOYMENTS, one, deployed("k", "l"), one.removing("a", "k"), replace(one, floor=1),
-        one.setting(Deployment("k", "k", on=("b",)), "a"),
-    )  # fmt: skip
-    assert len({table.digest for table in tables}) == len(tables)
-    assert all(0 <= table.digest < 2**63 for table in tables)
-    assert deployed("k").digest == one.digest
-
-
 def test_a_long_table_travels_in_several_frames() -> None:
     macs = tuple(f"{number:032x}" for number in range(64))
     row = Deployment("", "m" * 1000, 64, "auto", macs, 1 << 31, 1 << 40, "f" * 32, since=1 << 39)
@@ -295,10 +284,6 @@ def test_a_long_table_travels_in_several_frames() -> None:
     assert [(len(message.rows), message.more) for message in messages] == [(32, True), (32, True), (6, False)]
     assert all(encode(message, 0, 1) for message in messages)
     assert received([row for message in messages for row in message.rows], 5) == table
-
-
-def test_an_empty_table_is_one_message_too() -> None:
-    assert [(message.rows, message.more) for message in NO_DEPLOYMENTS.messages()] == [((), False)]
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,6 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def test_what_the_authority_and_members_signed_is_taken_by_a_mac_that_knows_nothing(desk: Desk) -> None:
-    told = desk.removed(desk.roster, desk.air, desk.rogue)
-    held = desk.hears(Roster(), told)
-    assert held == told
-    assert held.holders() == [desk.first.identity.node_id]
-    assert desk.proofs[desk.mini.identity.node_id].proven(told.entries, held) == ()
-
-
 def test_gossip_invents_no_member(desk: Desk) -> None:
     ghost = RosterEntry("9" * 32, "ghost", "9" * 64, False, 9)
     forged = desk.proofs[desk.stranger.identity.node_id].admission(ghost)
@@ -104,12 +96,6 @@ def test_gossip_invents_no_member(desk: Desk) -> None:
 def test_gossip_changes_no_member(desk: Desk, change: Change) -> None:
     told = Roster(tuple(map(change, desk.roster.entries)))
     assert desk.hears(desk.roster, told) == desk.roster
-
-
-def test_a_member_removes_another_and_leaves(desk: Desk) -> None:
-    assert desk.removes(desk.roster, desk.air, desk.rogue)
-    assert desk.removes(desk.roster, desk.air, desk.air)
-    assert desk.removes(desk.roster, desk.first, desk.first)
 
 
 def test_no_member_removes_a_holder_of_the_authority_but_another_holder_does(desk: Desk) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from mlxtp.cluster import peer_reports
 from mlxtp.cluster.cluster_state import DeploymentTable
@@ -33,34 +31,23 @@ from mlxtp.wire.cluster_messages import (
     Beat,
     Deployment,
     Deployments,
-    EndEpoch,
-    EpochEnded,
     GroupAssignment,
-    Interface,
     Machine,
     MachineWanted,
     Members,
     MemoryShortage,
-    ModelHeld,
-    ModelLender,
     ModelStatus,
     Port,
     Prepare,
-    Prepared,
-    RankPong,
-    RankStarted,
     RankTrouble,
     RosterEntry,
     Serving,
     TokenIssued,
     TokenWanted,
 )
-from mlxtp.wire.codecs import U63, Message
 from mlxtp.wire.frames import encode
-from mlxtp.wire.messages import Pong
-from mlxtp.wire.rank_stats import RankStats
 
-from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play
+from ..groups.one_node import GROUP, MACHINE, A, B, Node, by_hand, play
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
 from ..played import scenes
@@ -171,25 +158,6 @@ async def test_requests_outlive_a_choice_of_the_same_model_and_no_other(node: No
 
 
 @played()
-async def test_reports_on_ranks_that_were_not_ordered_change_nothing(node: Node) -> None:
-    a = node.meet(A)
-    pong = Pong("idle", 0.0, 0, 0, "", RankStats())
-    node.hear(
-        a,
-        Prepared(3, "127.0.0.1:1", "/x"),
-        RankStarted(3, True),
-        RankPong(3, 1, pong),
-        RankTrouble(3, 1, Code.RANK_LOST, "gone", True),
-        EpochEnded(3),
-        TokenIssued(bytes(16), "TOKEN", ""),
-    )
-    node.tick()
-    assert node.parts.node.links.nodes() == {A}
-    node.hear(a, EndEpoch(3, True))
-    assert node.orders == [(A, EndEpoch(3, True))]  # the hosted rank knows whose it is
-
-
-@played()
 async def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(node: Node) -> None:
     a, b = node.meet(A), node.meet(B)
     for host, epoch, group in ((A, 7, GROUP), (A, 6, "other#0"), (B, 5, GROUP)):
@@ -221,24 +189,6 @@ async def test_only_rank_0_s_agent_speaks_for_a_group(node: Node, weights: Model
     node.hear(a, group)
     node.live(a, b)
     assert scope.assignment.ranks == (A, B)
-
-
-@played()
-async def test_reports_are_known_by_owner_and_group(node: Node) -> None:
-    a, b, told = node.meet(A), node.meet(B), node.parts.node.links.reports
-    one = Serving(9, "ready", "", "none", "", (A,), 0, "tiny", 1, 0, 0, (), group="tiny#0")
-    two = replace(one, group="big#0", epoch=10, model="big", deployment="big")
-    theirs = replace(one, participants=(B,))
-    node.hear(a, one, two)
-    node.hear(b, theirs)
-    assert told.others(Serving) == [(A, one), (A, two), (B, theirs)]
-    assert sorted(each.epoch for each in node.parts.groups.reports()) == [9, 9, 10]
-    failed = replace(two, state="failed")
-    node.hear(a, failed)
-    node.no_longer(a, one)
-    assert told.others(Serving) == [(A, failed), (B, theirs)]
-    a.close()
-    assert told.others(Serving) == [(B, theirs)]
 
 
 @played()
@@ -456,21 +406,6 @@ async def test_a_name_that_no_message_can_carry_is_refused_where_it_is_typed(nod
     assert {table.rows for table in a.heard(Deployments)} == {()}
 
 
-@played()
-async def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
-    node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / ".state.json.new").mkdir()
-    node.parts.node.desired.serve("org/model")
-    await node.tick_and_save()
-    await node.tick_and_save()
-    assert "state.json cannot be written" in caplog.text
-    (tmp_path / ".state.json.new").rmdir()
-    await node.tick_and_save()
-    assert "org/model" in (tmp_path / "state.json").read_text()
-    assert caplog.text.count("state.json cannot be written") == 1
-
-
 def test_a_removal_that_a_full_disk_refused_is_written_at_the_end(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         node.meet(A)
@@ -537,107 +472,6 @@ async def test_a_long_table_counts_once_all_of_it_has_come(node: Node) -> None:
     assert replica.deployments.rows == tuple(rows)
     node.hear(a, *[replace(first, rows=(rows[0],) * 32)] * 33)
     assert node.parts.node.links.nodes() == {B}, "it never ends"
-
-
-_ids = st.sampled_from((A, B, "", "0" * 32, "us"))
-_numbers = st.one_of(st.integers(0, 9), st.just(U63), st.integers(0, U63))
-_epochs, _ranks, _u32 = st.integers(1, 9), st.integers(0, 7), st.integers(0, 2**32 - 1)
-_texts = st.sampled_from(("", "tiny", "org/model", "../x", "[/red]", "nonsense"))
-_nodes = st.sampled_from(("auto", "all", "2", "0", "99", "x", "²"))
-_states = st.sampled_from(("ready", "loading", "failed"))
-_groups = st.sampled_from(((A,), (B,), (A, "us"), ("us", A), ("", ""), ()))
-_entries = st.builds(
-    RosterEntry, _ids, _texts, st.sampled_from((A * 2, B * 2, FINGERPRINT)), st.booleans(), _numbers
-)
-_deployments = st.builds(
-    Deployment, _texts, _texts, st.integers(0, 64), _nodes, st.sampled_from(((), (A,), (A, "us"))),
-    st.integers(-1, 600), st.one_of(_epochs, _numbers), _ids, st.booleans(),
-)  # fmt: skip
-_interfaces = st.builds(
-    Interface,
-    _texts,
-    st.sampled_from(("127.0.0.1", "10.0.0.1", "x", "")),
-    st.integers(0, 32),
-    st.sampled_from(("ethernet", "thunderbolt", "loopback")),
-    st.integers(0, 10**6),
-    st.booleans(),
-)
-
-
-def _report(cores: int, size: int, interfaces: list[Interface]) -> Machine:
-    return replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces))
-
-
-_MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
-    st.builds(Deployments, st.lists(_deployments, max_size=3).map(tuple), _numbers, st.booleans()),
-    st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
-    st.builds(
-        ModelStatus, st.sampled_from(("tiny", "org/one", "")), st.sampled_from(("", FINGERPRINT, "other")),
-        _texts,
-    ),
-    st.builds(
-        ModelHeld, st.sampled_from(("org/one", "tiny", "x/../y")), _texts, _numbers, _numbers, _numbers,
-        st.booleans(), _texts, st.integers(0, 65535),
-    ),
-    st.builds(ModelLender, st.sampled_from(("org/one", "tiny")), _ids),
-    st.builds(
-        Serving, _numbers, _states, _texts, _texts, _texts, _groups, _numbers, st.just("tiny"),
-        st.integers(1, 2), _u32, _u32, st.just((1,)),
-    ),
-    st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _texts),
-    st.builds(EndEpoch, _epochs, st.booleans()),
-    st.builds(EpochEnded, _epochs),
-    st.builds(Prepared, _epochs, _texts, _texts),
-    st.builds(RankTrouble, _epochs, _ranks, st.sampled_from(Code), _texts, st.booleans()),
-    st.builds(_report, st.integers(0, 4096), _numbers, st.lists(_interfaces, max_size=2)),
-)  # fmt: skip
-_STEPS = st.one_of(
-    st.tuples(st.sampled_from("ab"), _MESSAGES),
-    st.tuples(st.sampled_from("ab"), _MESSAGES),
-    st.tuples(st.sampled_from(("down", "up", "tick", "wait")), st.sampled_from("ab")),
-)
-
-
-def _ours(message: Message, node_id: str) -> Message:
-    """The same with this node's id where "us" stands."""
-    changed = {
-        name: node_id if value == "us" else tuple(node_id if each == "us" else each for each in value)
-        for name in message.__match_args__
-        if (value := getattr(message, name)) == "us" or (isinstance(value, tuple) and "us" in value)
-    }
-    return replace(message, **changed)  # type: ignore[type-var]
-
-
-@pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(_STEPS, min_size=3, max_size=12))
-def test_the_node_goes_on_after_any_message_of_members(
-    tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
-) -> None:
-    """A member that lies may be believed or lose its link; it ends no agent."""
-
-    async def scene() -> None:
-        node = Node(member, tmp_path_factory.mktemp("home"))
-        links = {"a": node.meet(A), "b": node.meet(B)}
-        node.lead(weights)
-        for what, then in steps:
-            if what == "tick" or what == "wait":
-                node.tick(0.5 if what == "tick" else 4.0)
-            elif what == "down":
-                links[then].close()
-            elif what == "up":
-                links[then] = node.meet(links[then].node_id, f"boot{len(steps)}")
-            elif links[what].number in node.parts.node.links._links:
-                node.hear(links[what], _ours(then, node.parts.node.node_id))
-            await asyncio.sleep(0)
-        for _ in range(3):
-            node.tick()
-            await asyncio.sleep(0)
-        await node.parts.close()
-
-    with by_hand():
-        asyncio.run(scene())
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> asyncio.Semaphore:

@@ -230,16 +230,6 @@ def test_deployments_have_no_more_groups_than_their_macs_hold(replicas: list[int
         assert most[row.name] >= min(row.replicas or macs, macs), "all that can be served"
 
 
-def test_replicas_that_no_mac_has_room_for_say_so_once() -> None:
-    decision = place(seen(lan(16, 16), [wanted("a", replicas=9)]))
-    assert [bool(each.owner) for each in decision.assignments] == [True, True, False]
-    assert decision.assignments[-1].why == "each of the 2 Macs that may serve it has a group of it"
-    running = {f"a#{i}": ids(each) for i, each in ((7, "a"), (40, "b"))}
-    found = [*where(seen(lan(16, 16), [wanted("a", replicas=64)], running))]
-    assert {*found} >= {"a#7", "a#40"}
-    assert found == sorted(found, key=lambda group: int(group[2:]))
-
-
 @given(clusters)
 @settings(max_examples=40, deadline=None)
 def test_a_later_deployment_takes_no_place_of_an_earlier_one(cluster: Cluster) -> None:
@@ -365,10 +355,7 @@ def test_the_latest_group_that_can_moves_for_one_that_needs_a_large_mac() -> Non
     rows = [wanted("x", replicas=2), wanted("y"), wanted("z", HUGE, replicas=2)]
     found = {"x#0": "a", "x#1": "e", "y#0": "b", "z#0": "c", "z#1": "d"}
     assert where(seen(lan(64, 64, 64, 64, 40), rows)) == found, "replicas are later"
-
-
-def test_a_group_moves_on_for_one_that_moves() -> None:
-    """Of "m" and "s" each fits one Mac less than the one before."""
+    # Of "m" and "s" each fits one Mac less than the one before, and moves on for it.
     rows = [wanted("s", on=ids("abc")), wanted("m", MIDDLE, on=ids("ab")), wanted("l", LARGE, on=ids("a"))]
     assert where(seen(lan(64, 64, 64), rows)) == {"s#0": "c", "m#0": "b", "l#0": "a"}
 
@@ -383,10 +370,12 @@ def test_a_group_beside_that_of_several_macs_moves_to_one_that_stays_free() -> N
 def test_replicas_come_after_the_first_group_of_every_deployment() -> None:
     rows = [wanted("x", replicas=3), wanted("y")]
     assert where(seen(lan(64, 64, 64), rows)) == {"x#0": "a", "x#1": "c", "x#2": "b", "y#0": "b"}
-
-
-def test_all_replicas_are_one_on_each_mac() -> None:
-    assert where(seen(lan(64, 64, 64), [wanted("x", replicas=0)])) == {"x#0": "a", "x#1": "b", "x#2": "c"}
+    all_of = [wanted("x", replicas=0)]
+    assert where(seen(lan(64, 64, 64), all_of)) == {"x#0": "a", "x#1": "b", "x#2": "c"}, "one on each Mac"
+    running = {f"a#{i}": ids(each) for i, each in ((7, "a"), (40, "b"))}
+    found = [*where(seen(lan(16, 16), [wanted("a", replicas=64)], running))]
+    assert {*found} >= {"a#7", "a#40"}
+    assert found == sorted(found, key=lambda group: int(group[2:]))
 
 
 def test_a_replica_without_a_place_says_how_many_macs_there_are() -> None:

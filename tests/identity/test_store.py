@@ -74,13 +74,6 @@ def test_leaving_and_coming_back(tmp_path: Path) -> None:
     assert back.cluster_id == elsewhere.identity.cluster_id
 
 
-def test_a_founder_that_leaves_forgets_the_authority(tmp_path: Path) -> None:
-    first = founder(tmp_path)
-    assert first.store.leave().authority is None
-    assert sorted(path.name for path in first.store.folder.iterdir()) == [NODE_KEY, NODE_ID]
-    assert first.store.found_cluster().cluster_id != first.identity.cluster_id
-
-
 def test_a_member_cannot_slip_into_another_cluster(tmp_path: Path) -> None:
     second, elsewhere = member_of(founder(tmp_path), tmp_path), founder(tmp_path)
     certificate = elsewhere.authority.certify(second.identity.node_id, second.identity.key.public_key())

@@ -14,9 +14,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp import audit
-from mlxtp.agent import running_agent
 from mlxtp.cluster.control_port import ControlPort, bind_control
-from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
 from mlxtp.groups.forwarding import RemoteBackend, serve_requests
 from mlxtp.identity.join_network import ask_to_join
@@ -286,24 +284,11 @@ async def test_requests_of_a_member_that_vanished_end_at_rank_0(house: House, tm
         await each.close()
 
 
-def test_an_address_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_an_address_that_is_not_there_or_that_another_agent_has_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"--control 192\.0\.2\.7:0: no interface of this Mac has .* has .*127"
     ):
         bind_control("192.0.2.7", 0)
-    settings = Settings(
-        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=True, control_host="192.0.2.7", control_port=0
-    )
-
-    async def start() -> None:
-        async with running_agent(settings):
-            raise AssertionError("it started")
-
-    with pytest.raises(ConfigError, match=r"--control 192\.0\.2\.7"):
-        asyncio.run(start())
-
-
-def test_an_address_that_another_agent_has_is_named() -> None:
     with bind_control("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

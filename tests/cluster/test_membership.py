@@ -107,7 +107,7 @@ a return after a partition is the same incarnation: b-1 on 1, beats 5, b-1 on 2
     linked, silent, given_up, returned; alive b-1 linked 2
 what is over never counts again: b-1 on 1, beats 5, b-2 on 2, b-1 refused 3, beat 3
     linked, silent, given_up, restarted b-2; alive b-2 linked 2
-no copy without another: b-1 on 1, b-2 on 2, link_down 1, link_down 2, b-1 refused 3, b-1 refused 4, b-1 refused 5
+alone it is no copy: b-1 on 1, b-2 on 2, link_down 1, link_down 2, b-1 refused 3, b-1 refused 4, b-1 refused 5
     linked, ended, restarted b-2, broken b-2; suspect b-2
 first words in the wrong order, and silence: b-2 on 2, b-1 on 1, beats 5 2, b-1 refused 3
     linked b-2, ended b-2, restarted, silent, ended, restarted b-2; alive b-2 linked 2

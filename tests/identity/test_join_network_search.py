@@ -138,25 +138,6 @@ async def test_a_mac_that_never_replies_delays_no_one(
 
 
 @played()
-async def test_a_token_is_brought_to_the_holder_that_made_it(street: Street) -> None:
-    """Only the first Mac announces itself. Another one holds the authority, too, and made the token."""
-    first, second = street.house.node.parts.node, street.member.node.parts.node
-    second.identity = second.introduction.identity = replace(
-        second.identity, authority=first.identity.authority
-    )
-    second.enrolment.hold(second.identity)
-    first.enrolment.admit(second.node_id, "second", second.identity.fingerprint)
-    for here, there in ((first, second), (second, first)):
-        for members in there.replica.roster.messages():
-            here.enrolment.received(cast(Any, None), members)
-    first.peer_info.addresses[second.node_id] = (f"127.0.0.1:{street.member.port}",)
-    street.announce(street.house.port)
-    entered = await street.enter(await street.member.node.parts.tokens.token())
-    assert entered.joined
-    await sees(lambda: entered.identity.node_id in second.replica.roster.members())
-
-
-@played()
 async def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,8 @@ a sighting that is gone is no longer dialled unless it was once true
     ; 0 sees a@1 b@2; 0 dials 1 2; 0.1 reached 1 a; 0.2 sees; 0.3 failed 2; 100 dials 1; 100 knows 1
 a new sighting ends the wait and an old one does not
     1; 0 fails_until 60; 60.5 sees a@1; 60.5 dials 1; 60.5 failed 1; 60.6 sees a@1; 60.9 dials; 61 dials 1
+we are not dialled again
+    mac 1; 0 dials mac 1; 0 ourselves mac; 0 reached 1 me; 0.5 rests_until 100
 another interface is a new chance for all
     mac self other; 0 dials mac self other; 0 ourselves self; 0 foreign other; 0 failed mac; \
     0.5 fails_until 30; 30.6 other_interfaces; 30.6 dials mac self other

@@ -31,6 +31,7 @@ from mlxtp.wire.cluster_messages import (
     Beat,
     Deployment,
     Deployments,
+    EndEpoch,
     GroupAssignment,
     Machine,
     MachineWanted,
@@ -511,7 +512,7 @@ async def test_members_hear_how_often_this_mac_formed_over_each_device(
     port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True)
     go, a = looks(monkeypatch, replace(MACHINE, ports=(port,))), node.meet(A)
     save(node.parts.node.home, BootRecord({"rdma_en5": 2}))
-    node.parts.readings.read_again()
+    node.hear(a, EndEpoch(3, False))  # a group failed: it looks again
     go.release()
     await sees(lambda: a.heard(Machine)[-1].ports == (replace(port, formations=2),))
 

@@ -242,32 +242,6 @@ async def test_requests_of_other_agents_go_back_and_find_the_group_that_they_nam
 # --- blame ------------------------------------------------------------------------------------------------
 
 
-@served(4)
-async def test_a_request_that_kills_is_ended_before_it_has_gone_round(stage: Stage) -> None:
-    """Four groups, many requests, one of which kills each group that works on it."""
-    answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(12)]
-    ends = 0
-    for _ in range(8):
-        at = [name for name in stage.ranks if any(each.tokens == (5,) for each in stage.asked(name))]
-        if not at:
-            break
-        [name] = at
-        del stage.ranks[name].sent[:]
-        stage.lose(name)
-        ends += 1
-        for group in stage.ranks:  # the others get on, a suspect that is harmless among them
-            for each in stage.asked(group) if group != name else ():
-                if each.tokens != (5,):
-                    stage.say(each.uid, [7] * PROVEN_TOKENS)
-                    stage.finish(each.uid, PROVEN_TOKENS)
-    assert ends <= SUSPECT + 1
-    assert (await error_of(answers[5])).code is Code.REQUEST_FATAL
-    for number, answer in enumerate(answers):
-        if number != 5:
-            assert (await everything(answer))[-1] == StreamEnd("stop", PROVEN_TOKENS)
-    assert stage.gateway.models()
-
-
 async def test_one_suspect_of_a_deployment_runs_at_a_time_over_all_groups(stage: Stage) -> None:
     stage.gateway.detach("tiny#1")
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(3)]

@@ -32,9 +32,12 @@ pytestmark = pytest.mark.slow
 
 SOON_S = 0.2
 REQUEST = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(REQUEST)
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+HEAD = POST % len(REQUEST)
+CLOSING = HEAD.replace(b"Host", b"Connection: close\r\nHost")
 PLAIN = REQUEST.replace(b"true", b"null")
 ENDLESS = 400_000
+Room = Callable[[int], None]
 
 
 class Client:
@@ -108,7 +111,7 @@ async def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: F
         deaf, other = connect(), connect()
         await deaf.send(HEAD + REQUEST)
         await deaf.read(100)
-        await other.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
+        await other.send(CLOSING + REQUEST)
         assert b"[DONE]" in await other.rest()
         closed = backend.answers[0].closed
         assert not backend.answers[0].finished
@@ -150,28 +153,13 @@ async def test_a_whole_answer_that_no_client_takes_is_not_kept_for_ever(
         assert len(await deaf.rest()) < length - len(head)
 
 
-async def test_who_reads_slowly_but_steadily_gets_everything(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
-    backend.script = says([60] * 3_000)
-    async with served(backend, stall_s=5) as connect:
-        slow = connect()
-        await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
-        received = b""
-        while data := await slow.read(32 * 1024):
-            received = received[-100:] + data
-            await asyncio.sleep(0.001)
-        assert b"[DONE]" in received
-
-
 async def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all that waits is taken within the limit, but some of it is, each time."""
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 300_000, step=10_000)
     async with served(backend, stall_s=5 * SOON_S) as connect:
         slow = connect()
-        await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + PLAIN)
+        await slow.send(CLOSING + PLAIN)
         received = b""
         while data := await slow.read(4096):
             received += data
@@ -257,19 +245,19 @@ async def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
     backend.script = then([60], later)
     async with served(backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S) as connect:
         client = connect()
-        await client.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
+        await client.send(CLOSING + REQUEST)
         assert b"[DONE]" in await client.rest()
 
 
 # --- what follows a request -------------------------------------------------------------------------------
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-CLOSE = b"Connection: close\r\nHost"
+GET_CLOSING = GET.replace(b"Host", b"Connection: close\r\nHost")
 
 
 @pytest.mark.parametrize(
     ("head", "behind"),
-    [(HEAD, (b"\r\n",)), (HEAD, (GET,)), (HEAD, (GET, GET)), (HEAD.replace(b"Host", CLOSE), (b"\r\n",))],
+    [(HEAD, (b"\r\n",)), (HEAD, (GET,)), (HEAD, (GET, GET)), (CLOSING, (b"\r\n",))],
     ids=["blank", "request", "requests", "close"],
 )
 async def test_who_leaves_is_seen_behind_what_came_before(
@@ -298,7 +286,7 @@ async def test_requests_one_behind_the_other_are_answered_in_turn(backend: FakeB
         await client.send(HEAD + PLAIN)
         await asyncio.sleep(SOON_S / 4)
         await client.send(b"\r\n" + GET)
-        await client.send(GET.replace(b"Host", CLOSE))
+        await client.send(GET_CLOSING)
         answers = (await client.rest()).split(b"HTTP/1.1 ")
         assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
         assert b"chat.completion" in answers[1]
@@ -352,7 +340,7 @@ async def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, la
             await asyncio.sleep(SOON_S / 4)
             await client.send(b"\n\r\n")
             await asyncio.sleep(SOON_S / 4)
-        await client.send(GET.replace(b"Host", CLOSE))
+        await client.send(GET_CLOSING)
         assert (await client.rest()).count(b"HTTP/1.1 200 ") == 1
 
 
@@ -372,7 +360,7 @@ async def test_what_is_no_request_is_logged_without_the_id_of_the_last(
         if pipelined:
             await client.send(GET + nonsense)
         else:
-            await client.send(body_of(300_000) + PLAIN.ljust(300_000))
+            await client.send(POST % 300_000 + PLAIN.ljust(300_000))
             await client.read()
             await client.send(nonsense)
         assert b"HTTP/1.1 400 " in await client.rest()
@@ -382,42 +370,40 @@ async def test_what_is_no_request_is_logged_without_the_id_of_the_last(
 # --- bodies -----------------------------------------------------------------------------------------------
 
 
-def body_of(size: int) -> bytes:
-    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    """Set how many bytes all bodies may have together."""
+    return lambda size: monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", size)
 
 
-async def test_large_bodies_share_what_room_there_is(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 200_000)
+async def test_large_bodies_share_what_room_there_is(backend: FakeBackend, room: Room) -> None:
+    room(200_000)
     large = PLAIN + b" " * 150_000
     async with served(backend) as connect:
         holding, late, short = connect(), connect(), connect()
-        await holding.send(body_of(300_000) + b" " * 200_000)
+        await holding.send(POST % 300_000 + b" " * 200_000)
         await asyncio.sleep(SOON_S)
-        await late.send(body_of(len(large)) + large)
+        await late.send(POST % len(large) + large)
         head, _, body = (await late.read()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 5" in head
         assert json.loads(body)["error"]["code"] == "overloaded"
-        await short.send(body_of(len(PLAIN)) + PLAIN)
+        await short.send(POST % len(PLAIN) + PLAIN)
         assert (await short.read()).startswith(b"HTTP/1.1 200 ")
         holding.close()
         for _ in range(2):  # what was parsed makes room, too
             await asyncio.sleep(SOON_S / 2)
-            await late.send(body_of(len(large)) + large)
+            await late.send(POST % len(large) + large)
             assert (await late.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_of_bodies_that_come_at_once_the_first_is_answered(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 250_000)
+async def test_of_bodies_that_come_at_once_the_first_is_answered(backend: FakeBackend, room: Room) -> None:
+    room(250_000)
     large = PLAIN + b" " * 250_000
     async with served(backend) as connect:
         clients = [connect() for _ in range(2)]
         for client in clients:
-            await client.send(body_of(len(large)) + large[:150_000])
+            await client.send(POST % len(large) + large[:150_000])
             await asyncio.sleep(SOON_S)
         for client in clients:
             await client.send(large[150_000:])
@@ -425,15 +411,15 @@ async def test_of_bodies_that_come_at_once_the_first_is_answered(
         assert heads == [b"HTTP/1.1 200 ", b"HTTP/1.1 503 "]
 
 
-async def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 100_000)
+async def test_a_short_body_gives_way_to_none(backend: FakeBackend, room: Room) -> None:
+    room(100_000)
     large = PLAIN + b" " * 250_000
     async with served(backend) as connect:
         first, second, short = connect(), connect(), connect()
         for client, text in ((first, large[:150_000]), (second, large[:70_000])):
-            await client.send(body_of(len(large)) + text)
+            await client.send(POST % len(large) + text)
             await asyncio.sleep(SOON_S)
-        await short.send(body_of(len(PLAIN)) + PLAIN[:10])
+        await short.send(POST % len(PLAIN) + PLAIN[:10])
         await asyncio.sleep(SOON_S)
         await first.send(large[150_000:])
         assert (await first.read()).startswith(b"HTTP/1.1 503 ")
@@ -442,18 +428,18 @@ async def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch:
 
 
 async def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FakeBackend, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 200_000)
+    room(200_000)
     monkeypatch.setattr(request_body, "RATE_S", SOON_S)
     large = PLAIN + b" " * 150_000
     async with served(backend) as connect:
         stalled, other = connect(), connect("127.0.0.2")
-        await stalled.send(body_of(300_000) + b" " * 230_000)
+        await stalled.send(POST % 300_000 + b" " * 230_000)
         for _ in range(3):
             await asyncio.sleep(SOON_S / 2)
             await stalled.send(b" ")
-        await other.send(body_of(len(large)) + large)
+        await other.send(POST % len(large) + large)
         assert (await other.read()).startswith(b"HTTP/1.1 200 ")
         await stalled.send(b" " * (300_000 - 230_003))  # it hears why, although it still sends
         head, _, body = (await stalled.rest()).partition(b"\r\n\r\n")
@@ -461,18 +447,16 @@ async def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
         assert "65536 bytes a second" in json.loads(body)["error"]["message"]
 
 
-async def test_bodies_of_one_client_leave_room_for_others(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 1_000_000)
+async def test_bodies_of_one_client_leave_room_for_others(backend: FakeBackend, room: Room) -> None:
+    room(1_000_000)
     large = PLAIN + b" " * 150_000
     async with served(backend) as connect:
         greedy = [connect() for _ in range(5)]
         for client in greedy:
-            await client.send(body_of(300_000) + b" " * 290_000)
+            await client.send(POST % 300_000 + b" " * 290_000)
         await asyncio.sleep(SOON_S)
         other = connect("127.0.0.2")
-        await other.send(body_of(len(large)) + large)
+        await other.send(POST % len(large) + large)
         assert (await other.read()).startswith(b"HTTP/1.1 200 ")
         for client in greedy:
             await client.send(b" " * 10_000)
@@ -482,13 +466,13 @@ async def test_bodies_of_one_client_leave_room_for_others(
 
 @pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
 async def test_text_that_is_not_ascii_takes_four_times_the_room(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes
+    backend: FakeBackend, room: Room, letter: bytes
 ) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 300_000)
+    room(300_000)
     large = PLAIN.replace(b"hello", letter) + b" " * 150_000
     async with served(backend) as connect:
         client = connect()
-        await client.send(body_of(len(large)) + large)
+        await client.send(POST % len(large) + large)
         head = await client.read()
         assert head.startswith(b"HTTP/1.1 200 " if letter == b"a" else b"HTTP/1.1 503 ")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import subprocess
@@ -107,17 +106,6 @@ def test_when_another_one_is_made(
     pem: bytes, names: tuple[str, ...], addresses: tuple[str, ...], now: datetime, why: str
 ) -> None:
     assert why_new(pem, (*names, *addresses), now) == why
-
-
-def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
-    first = own_tls(tmp_path, NAMES, ADDRESSES, NOW)
-    late = NOW + VALID * 0.95
-    second = own_tls(tmp_path, NAMES, ADDRESSES, late)
-    assert second.certificate != first.certificate
-    before, after = (x509.load_pem_x509_certificate(each.certificate.encode()) for each in (first, second))
-    assert before.public_key() == after.public_key()
-    assert (tmp_path / OWN_CERTIFICATE).read_text() == second.certificate
-    assert not why_new((tmp_path / OWN).read_bytes(), (*NAMES, *ADDRESSES), late)
 
 
 def test_a_running_server_goes_on_with_the_next_one(tmp_path: Path) -> None:
@@ -229,11 +217,3 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         tls_of_files(certificate, str(tmp_path / "none"), NOW)
     with pytest.raises(ConfigError, match=r"--http-cert .*: Is a directory"):
         tls_of_files(str(tmp_path), key, NOW)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    certificate, key = files(tmp_path, *parts(PEM))
-    Path(key).chmod(0)
-    with pytest.raises(ConfigError, match=r"--http-key .*: Permission denied"):
-        tls_of_files(certificate, key, NOW)

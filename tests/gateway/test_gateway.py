@@ -56,13 +56,18 @@ class FakeRanks:
 class Stage:
     """A gateway that serves, and the ranks behind it."""
 
-    def __init__(self, max_open: int = 4) -> None:
+    def __init__(self, max_open: int = 4, **settings: Any) -> None:
         def health(_model: str) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
-        self.ranks = FakeRanks()
-        self.gateway = Gateway(health, AdmissionLimits(max_open))
-        self.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, self.ranks), MODEL, TEXT)
+        self.gateway = Gateway(health, **{"bounds": AdmissionLimits(max_open)} | settings)
+        self.ranks = self.next_group()
+
+    def next_group(self, *, here: bool = True) -> FakeRanks:
+        """New ranks, which the gateway sends requests to from now on."""
+        ranks = FakeRanks()
+        self.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT, here=here)
+        return ranks
 
     @property
     def open(self) -> int:
@@ -88,6 +93,12 @@ def stage(max_open: int) -> Stage:
 
 async def everything(events: Any) -> list[TokenEvent]:
     return [event async for event in events]
+
+
+async def error_of(answer: Any) -> MlxtpError:
+    with pytest.raises(MlxtpError) as raised:
+        await everything(answer)
+    return raised.value
 
 
 def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
@@ -126,7 +137,7 @@ async def test_an_answer_tells_what_it_waits_for(stage: Stage) -> None:
     assert answer.progress() == Progress()
     stage.gateway.park(GROUP, LinkError("gone", Code.LINK_LOST))
     assert answer.progress() == Progress("restarting")
-    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, stage.ranks), MODEL, TEXT)
+    stage.next_group()
     stage.gateway.on_event(Accepted(2))
     assert answer.progress() == Progress("queued")
     stage.gateway.on_event(Prefilled(2, 5, 0))
@@ -312,8 +323,7 @@ async def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group(stage: 
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     assert answer.progress() == Progress("restarting")
     stage.gateway.park(GROUP, GroupError("rank 0 is gone", Code.RANK_LOST))
-    ranks = FakeRanks()
-    stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
+    ranks = stage.next_group()
     [again] = ranks.sent_of(Generate)
     assert again.strikes == 0
     stage.finish(again.uid)
@@ -368,8 +378,7 @@ async def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_g
 async def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one(stage: Stage) -> None:
     stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-    ranks = FakeRanks()
-    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
+    ranks = stage.next_group()
     answer = stage.gateway.generate(Generate(0, (7,), 9))
     assert ranks.sent == [Generate(2, (7,), 9)]
     stage.say(1, 50)
@@ -382,8 +391,7 @@ async def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one(stag
 async def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one(stage: Stage) -> None:
     old: Any = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-    ranks = FakeRanks()
-    stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
+    ranks = stage.next_group()
     await old.aclose()
     assert ranks.sent == []
 

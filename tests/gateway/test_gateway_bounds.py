@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Health, Tokens
+from mlxtp.api.backend import Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import request
 from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
-from mlxtp.gateway.gateway import Gateway
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
 
-from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
+from . import test_gateway
+from .test_gateway import GROUP
 
 PLENTY = SystemMemory(1 << 40)
 SOON_S = 0.05
 
 
-class Stage:
+class Stage(test_gateway.Stage):
     def __init__(self, bounds: AdmissionLimits, deadline_s: float) -> None:
-        def health(_model: str) -> Health:
-            return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
-
-        self.ranks = FakeRanks()
         self.memory = PLENTY
-        self.gateway = Gateway(health, bounds, deadline_s=deadline_s, memory=lambda: self.memory)
-        self.serve()
-
-    def serve(self) -> None:
-        self.gateway.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
+        super().__init__(bounds=bounds, deadline_s=deadline_s, memory=lambda: self.memory)
 
     def ask(self, prompt: int = 1, client: str = "", **fields: Any) -> Any:
         return self.gateway.generate(Generate(0, (5,) * prompt, 90), client=client, **fields)
@@ -45,10 +37,6 @@ class Stage:
             self.ask(**fields)
         assert refused.value.code is Code.OVERLOADED
         return refused.value.status, refused.value.detail
-
-    def say(self, uid: int, tokens: int, start: int = 0) -> None:
-        for index in range(start, start + tokens):
-            self.gateway.on_event(Delta((uid,), (index,), (7,)))
 
     @property
     def cancelled(self) -> list[int]:
@@ -94,8 +82,8 @@ async def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends(st
     stage.relay(30)
     assert stage.refused(prompt=11)[0] == 503
     stage.ask(2)
-    stage.say(1, 4)
-    stage.say(2, 3)
+    stage.say(1, *[7] * 4)
+    stage.say(2, *[7] * 3)
     assert "99 tokens" in stage.refused(prompt=2)[1]
     stage.gateway.on_event(Finished(1, "stop", 4, 4))
     stage.ask(40, client="somebody else")
@@ -105,7 +93,7 @@ async def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends(st
 async def test_a_request_that_goes_on_in_another_group_still_counts(stage: Stage) -> None:
     stage.ask(60)
     stage.gateway.park(GROUP, GroupError("gone"))
-    stage.serve()
+    stage.next_group()
     assert stage.gateway.open_requests == 1
     assert stage.refused(prompt=41)[0] == 503
 
@@ -131,7 +119,7 @@ async def test_no_memory_no_new_requests_but_those_that_are_open_go_on(stage: St
     assert stage.refused()[0] == 503
     with pytest.raises(RequestError, match="short of memory"):
         stage.relay()
-    stage.say(1, 1)
+    stage.say(1, 7)
     assert await anext(answer) == Tokens((7,))
     stage.memory = PLENTY
     stage.ask()
@@ -144,7 +132,7 @@ async def test_no_memory_no_new_requests_but_those_that_are_open_go_on(stage: St
 async def test_a_request_ends_at_its_deadline_after_the_tokens_it_got(stage: Stage, own: float) -> None:
     answer = stage.ask(deadline_s=own)
     stage.gateway.on_event(Accepted(1))
-    stage.say(1, 3)
+    stage.say(1, 7, 7, 7)
     assert await heard(answer) == (3, Code.DEADLINE)
     assert stage.cancelled == [1]
     assert stage.gateway.open_requests == 0
@@ -162,11 +150,10 @@ async def test_a_deadline_before_anybody_accepted_it_is_a_refusal(stage: Stage) 
 async def test_the_pause_between_two_groups_counts(stage: Stage) -> None:
     answer = stage.ask()
     stage.gateway.on_event(Accepted(1))
-    stage.say(1, 2)
+    stage.say(1, 7, 7)
     stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
     assert await heard(answer) == (2, Code.DEADLINE)
-    stage.serve()
-    assert len(stage.ranks.sent_of(Generate)) == 1
+    assert stage.next_group().sent == []
     assert stage.gateway.open_requests == 0
 
 
@@ -175,9 +162,9 @@ async def test_another_group_extends_no_deadline(stage: Stage) -> None:
     answer = stage.ask()
     stage.gateway.on_event(Accepted(1))
     stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
-    stage.serve()
+    stage.ranks = stage.next_group()
     stage.gateway.on_event(Accepted(2))
-    stage.say(2, 1)
+    stage.say(2, 7)
     assert await heard(answer) == (1, Code.DEADLINE)
     assert stage.cancelled == [2]
 
@@ -215,7 +202,7 @@ async def test_who_reads_may_have_a_long_answer(stage: Stage, monkeypatch: pytes
 
     answer = stage.ask()
     for index in range(50):
-        stage.say(1, 1, start=index)
+        stage.say(1, 7, start=index)
         if index >= 9:
             assert await anext(answer) == Tokens((7,))
     assert stage.cancelled == []

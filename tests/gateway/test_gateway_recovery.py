@@ -15,7 +15,7 @@ from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
-from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, Stage, everything
+from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, Stage, error_of, everything
 from .test_gateway import max_open as max_open
 from .test_gateway import stage as stage
 
@@ -23,25 +23,9 @@ LOST = GroupError("rank 1 is gone", Code.RANK_LOST)
 REPLANNED = GroupError("a better group is there", Code.REPLANNED)
 
 
-def next_group(stage: Stage, *, here: bool = True) -> FakeRanks:
-    ranks = FakeRanks()
-    stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT, here=here)
-    return ranks
-
-
 def asked(ranks: FakeRanks) -> list[Generate]:
     found: list[Generate] = ranks.sent_of(Generate)
     return found
-
-
-def say(stage: Stage, uid: int, tokens: list[int], start: int) -> None:
-    stage.say(uid, *tokens, start=start)
-
-
-async def error_of(answer: Any) -> MlxtpError:
-    with pytest.raises(MlxtpError) as raised:
-        await everything(answer)
-    return raised.value
 
 
 @pytest.mark.parametrize("why", [LOST, REPLANNED])
@@ -55,7 +39,7 @@ async def test_the_next_group_is_asked_for_what_is_missing(stage: Stage, why: Gr
     stage.say(1, 50, 51)
     stage.gateway.park(GROUP, why)
     stage.say(1, 52, start=2)  # from ranks that are being ended
-    ranks = next_group(stage)
+    ranks = stage.next_group()
     [again] = asked(ranks)
     [first] = asked(stage.ranks)
     strikes = 1 if why is LOST else 0
@@ -73,7 +57,7 @@ async def test_a_request_that_was_not_even_accepted_is_asked_again(stage: Stage)
     accepted = asyncio.ensure_future(answer.accepted())
     await asyncio.sleep(0)
     assert not accepted.done()
-    assert asked(next_group(stage)) == [Generate(2, (1, 2), 9, strikes=1)]
+    assert asked(stage.next_group()) == [Generate(2, (1, 2), 9, strikes=1)]
     stage.gateway.on_event(Accepted(2))
     await accepted
     stage.finish(2)
@@ -85,7 +69,7 @@ async def test_it_survives_several_groups(stage: Stage) -> None:
     for uid in range(1, 6):
         stage.say(uid, 50 + uid, start=uid - 1)
         stage.gateway.park(GROUP, REPLANNED)
-        [again] = asked(next_group(stage))
+        [again] = asked(stage.next_group())
         assert (again.uid, again.answered) == (uid + 1, uid)
     stage.finish(6, "length", 5)
     assert [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)] == [51, 52, 53, 54, 55]
@@ -95,7 +79,7 @@ async def test_an_answer_that_lacks_only_its_end_is_not_asked_again(stage: Stage
     answer = stage.gateway.generate(Generate(0, (1,), 2))
     stage.say(1, 50, 51)
     stage.gateway.park(GROUP, LOST)
-    assert asked(next_group(stage)) == []
+    assert asked(stage.next_group()) == []
     assert (await everything(answer))[-1] == StreamEnd("length", 2)
     assert stage.open == 0
 
@@ -109,7 +93,7 @@ async def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_gro
         for sent in asked(stage.ranks):
             stage.gateway.on_event(Accepted(sent.uid))
         stage.gateway.park(GROUP, LOST)
-        ranks = next_group(stage)
+        ranks = stage.next_group()
     for turn in range(3):
         *_, alone = asked(ranks)
         assert len(asked(ranks)) == turn + 1
@@ -127,7 +111,7 @@ async def test_meanwhile_new_requests_are_refused_and_old_ones_count(stage: Stag
     with pytest.raises(MlxtpError) as refused:
         stage.gateway.generate(Generate(0, (1,), 9))
     assert refused.value.code is Code.NOT_READY
-    next_group(stage)
+    stage.next_group()
     assert stage.open == 2
     for answer in answers:
         await answer.aclose()
@@ -140,13 +124,13 @@ async def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind(stage
     await answer.aclose()
     assert stage.open == 0
     assert stage.ranks.sent_of(Cancel) == []  # those ranks are gone
-    assert next_group(stage).sent == []
+    assert stage.next_group().sent == []
 
 
 async def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now(stage: Stage) -> None:
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.park(GROUP, LOST)
-    ranks = next_group(stage)
+    ranks = stage.next_group()
     await answer.aclose()
     assert ranks.sent_of(Cancel) == [Cancel(2)]
     assert stage.ranks.sent_of(Cancel) == []
@@ -163,7 +147,7 @@ async def test_no_request_waits_longer_than_the_limit(stage: Stage) -> None:
     with pytest.raises(GroupError):
         await never_accepted.accepted()
     assert stage.open == 0
-    assert next_group(stage).sent == []
+    assert stage.next_group().sent == []
 
 
 @pytest.mark.parametrize(("load_s", "waits_s"), [(0.0, 60.0), (19.0, 60.0), (63.0, 189.0)])
@@ -184,7 +168,7 @@ async def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_eithe
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.on_event(Accepted(1))
     stage.gateway.park(GROUP, LOST)
-    ranks = next_group(stage)
+    ranks = stage.next_group()
     await error_of(answer)
     assert ranks.sent_of(Cancel) == [Cancel(2)]
 
@@ -193,7 +177,7 @@ async def test_who_was_accepted_again_has_all_the_time_it_needs(stage: Stage) ->
     stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.park(GROUP, LOST)
-    next_group(stage)
+    stage.next_group()
     stage.gateway.on_event(Accepted(2))
     await asyncio.sleep(0.1)
     stage.finish(2)
@@ -229,7 +213,7 @@ async def test_requests_wait_for_the_next_group_however_often_it_is_announced(st
         stage.gateway.detach(GROUP, REPLANNED)
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.park(GROUP, REPLANNED)
-    [again] = asked(next_group(stage))
+    [again] = asked(stage.next_group())
     stage.finish(again.uid)
     assert await everything(answer) == [StreamEnd("stop", 1)]
 
@@ -242,7 +226,7 @@ async def test_a_desk_that_breaks_at_once_leaves_requests_waiting(stage: Stage) 
     stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, broken), MODEL, TEXT)
     assert stage.open == 1
     stage.gateway.park(GROUP, LOST)
-    [again] = asked(next_group(stage))
+    [again] = asked(stage.next_group())
     stage.finish(again.uid)
     assert await everything(answer) == [StreamEnd("stop", 1)]
 
@@ -253,10 +237,10 @@ async def test_a_desk_that_breaks_at_once_leaves_requests_waiting(stage: Stage) 
 async def test_who_gets_on_between_two_failures_goes_on(stage: Stage) -> None:
     stage.gateway.generate(Generate(0, (1,), 99))
     stage.gateway.park(GROUP, LOST)
-    next_group(stage)
-    say(stage, 2, [5] * PROVEN_TOKENS, 0)
+    stage.next_group()
+    stage.say(2, *[5] * PROVEN_TOKENS)
     stage.gateway.park(GROUP, LOST)
-    [again] = asked(next_group(stage))
+    [again] = asked(stage.next_group())
     assert (again.strikes, again.answered) == (0, PROVEN_TOKENS)
     stage.gateway.fail(DEPLOYMENT, LOST)
 
@@ -266,15 +250,15 @@ async def test_of_several_suspects_one_goes_at_a_time(stage: Stage) -> None:
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2, 3)]
     for _ in range(2):
         stage.gateway.park(GROUP, LOST)
-        ranks = next_group(stage)
+        ranks = stage.next_group()
     [first] = asked(ranks)
     assert (first.tokens, first.strikes) == ((1,), 2)
-    say(stage, first.uid, [5] * PROVEN_TOKENS, 0)
+    stage.say(first.uid, *[5] * PROVEN_TOKENS)
     second = asked(ranks)[1]
     assert (second.tokens, len(asked(ranks))) == ((2,), 2)
     stage.gateway.park(GROUP, LOST)
     assert (await error_of(answers[1])).code is Code.REQUEST_FATAL
-    ranks = next_group(stage)
+    ranks = stage.next_group()
     again = {each.tokens[0]: each for each in asked(ranks)}
     assert (again[1].strikes, again[1].answered, again[3].strikes) == (0, PROVEN_TOKENS, 2)
     for each in again.values():
@@ -289,7 +273,7 @@ async def test_the_next_suspect_goes_when_the_one_before_it_is_over(stage: Stage
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2)]
     for _ in range(2):
         stage.gateway.park(GROUP, LOST)
-        ranks = next_group(stage)
+        ranks = stage.next_group()
     [first] = asked(ranks)
     if how == "finishes":
         stage.finish(first.uid)
@@ -306,7 +290,7 @@ async def test_a_suspect_that_waits_can_be_cancelled_and_ended(stage: Stage) -> 
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2, 3)]
     for _ in range(2):
         stage.gateway.park(GROUP, LOST)
-        next_group(stage)
+        stage.next_group()
     await answers[1].aclose()
     assert stage.open == 2
     stage.gateway.fail(DEPLOYMENT, GroupError("the model was unloaded", Code.SHUTTING_DOWN))
@@ -318,7 +302,7 @@ async def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on(stag
     small, large = (stage.gateway.generate(Generate(0, (1,) * size, 9)) for size in (5, 500))
     stage.gateway.park(GROUP, GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
     assert (await error_of(large)).code is Code.OUT_OF_MEMORY
-    [again] = asked(next_group(stage))
+    [again] = asked(stage.next_group())
     assert (len(again.tokens), again.strikes) == (5, 0)
     stage.finish(again.uid)
     await everything(small)
@@ -338,7 +322,7 @@ async def test_requests_of_other_agents_are_given_back_to_them(stage: Stage) -> 
     assert cancelled == [Finished(69, "cancel", 1, 0)]
     stage.gateway.park(GROUP, LOST)
     assert told[1:] == [Error(Code.RANK_LOST, "rank 1 is gone", 70)]
-    assert asked(next_group(stage)) == []
+    assert asked(stage.next_group()) == []
     stage.gateway.relay(Generate(71, (1,), 9), told.append)
     stage.gateway.park(GROUP, REPLANNED)
     assert told[2:] == [Error(Code.REPLANNED, "a better group is there", 71)]
@@ -365,7 +349,7 @@ async def test_a_request_that_another_agent_sent_into_the_gap_between_two_groups
         assert raised.value.code is Code.REPLANNED
     with pytest.raises(RequestError, match="no model is loaded right now"):
         relay("another#0")
-    relay_to = next_group(stage)
+    relay_to = stage.next_group()
     relay(GROUP)
     assert len(asked(relay_to)) == 1
     stage.gateway.park(GROUP, LOST)
@@ -393,7 +377,7 @@ async def test_what_another_agent_gives_back_is_asked_again(
     """Of the same agent: its group is another one by then, or it says that it is not ready."""
     monkeypatch.setattr(dispatcher, "ASK_AGAIN_S", 0.01)
 
-    ranks = next_group(stage, here=False)
+    ranks = stage.next_group(here=False)
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.say(1, 50)
     stage.gateway.on_event(Error(code, "rank 1 is gone", 1))
@@ -412,7 +396,7 @@ async def test_what_another_agent_gives_back_is_asked_again(
     [Code.SHUTTING_DOWN, Code.REQUEST_FATAL, Code.OUT_OF_MEMORY, Code.BAD_REQUEST, Code.OVERLOADED],
 )
 async def test_some_words_of_another_agent_are_the_last(stage: Stage, code: Code) -> None:
-    next_group(stage, here=False)
+    stage.next_group(here=False)
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.on_event(Error(code, "no", 1))
     assert (await error_of(answer)).code is code
@@ -420,12 +404,12 @@ async def test_some_words_of_another_agent_are_the_last(stage: Stage, code: Code
 
 
 async def test_while_a_better_group_takes_over_new_requests_wait_for_it(stage: Stage) -> None:
-    next_group(stage)
+    stage.next_group()
     stage.gateway.park(GROUP, REPLANNED)
     assert stage.gateway.models()
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.park(GROUP, REPLANNED)
-    ranks = next_group(stage)
+    ranks = stage.next_group()
     assert [each.tokens for each in ranks.sent_of(Generate)] == [(1,)]
     stage.gateway.park(GROUP, LOST)
     with pytest.raises(MlxtpError, match="no model is loaded right now"):
@@ -435,7 +419,7 @@ async def test_while_a_better_group_takes_over_new_requests_wait_for_it(stage: S
 
 
 async def test_while_it_rests_open_requests_stay_where_they_are(stage: Stage) -> None:
-    ranks = next_group(stage, here=False)
+    ranks = stage.next_group(here=False)
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.detach(GROUP)
     with pytest.raises(MlxtpError):

@@ -20,7 +20,7 @@ from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
 from mlxtp.gateway.routing import GroupLoad
 from mlxtp.wire.messages import BLOCK, Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling
 
-from .test_gateway import MODEL, TEXT, FakeRanks, everything
+from .test_gateway import MODEL, TEXT, FakeRanks, error_of, everything
 
 LOST = GroupError("rank 1 is gone", Code.RANK_LOST)
 OTHER = replace(MODEL, id="other", aliases=())
@@ -96,12 +96,6 @@ elsewhere = pytest.mark.parametrize("here", [False])
 
 def served(groups: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("groups", [groups])
-
-
-async def error_of(answer: Any) -> MlxtpError:
-    with pytest.raises(MlxtpError) as raised:
-        await everything(answer)
-    return raised.value
 
 
 # --- failover ---------------------------------------------------------------------------------------------

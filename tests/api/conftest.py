@@ -125,8 +125,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     return found
 
 
-# --- the backend ------------------------------------------------------------------------------------------
-
 Script = Callable[[], AsyncIterator[TokenEvent]]
 CONTEXT = 200
 VOCABULARY = 340
@@ -422,8 +420,6 @@ def keep_alive_server(keep_alive_running: Server) -> Server:
     keep_alive_running.backend.__init__(keep_alive_running.backend.loaded_text)  # type: ignore[misc]
     return keep_alive_running
 
-
-# --- a server for anything --------------------------------------------------------------------------------
 
 MAX_BODY_BYTES = 300_000
 ROOM = 20_000

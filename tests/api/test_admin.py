@@ -148,23 +148,6 @@ def test_without_the_key_nothing_is_told_and_nothing_done(admin: FakeAdmin, key:
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"origin": "https://example.com"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://127.0.0.1.example.com"}, 403),
-        ({"host": "example.com"}, 421),
-    ],
-)
-def test_a_web_page_may_nothing_not_even_with_the_key(
-    admin: FakeAdmin, headers: dict[str, str], status: int
-) -> None:
-    for what, method in ROUTES.items():
-        assert ask(admin, method, f"/admin/{what}", b"{}", **headers).status_code == status
-    assert admin.asked == []
-
-
-@pytest.mark.parametrize(
     ("body", "status", "words"),
     [
         (b"not json", 400, "not a JSON object"),

@@ -45,9 +45,6 @@ def files(folder: Path, certificate: bytes, key: bytes) -> tuple[str, str]:
     return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
-# --- the one that this Mac makes --------------------------------------------------------------------------
-
-
 def test_what_stands_in_it() -> None:
     certificate = x509.load_pem_x509_certificate(PEM)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -140,9 +137,6 @@ def test_one_that_others_can_read_is_not_used(tmp_path: Path) -> None:
     (tmp_path / OWN).chmod(0o644)
     with pytest.raises(ConfigError, match=f"remove it together with {OWN_CERTIFICATE}"):
         own_tls(tmp_path, NAMES, ADDRESSES, NOW)
-
-
-# --- files that a user named ----------------------------------------------------------------------------
 
 
 def test_a_certificate_and_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

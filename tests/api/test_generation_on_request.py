@@ -70,9 +70,6 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- counting ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_prompt_is_counted_with_the_tokenizer_of_the_model_that_is_named(
     server: Server, loaded: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: bool
@@ -99,9 +96,6 @@ def test_a_stored_model_that_cannot_be_read_is_named_in_the_refusal(server: Serv
         refused = post(server, path, model=NAME, **more)
         assert refused.status_code == 400, refused.text
         assert f"{NAME} cannot be read" in refused.text
-
-
-# --- what Ollama's clients want to know --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -157,9 +151,6 @@ def test_who_can_think_is_asked_of_the_model_whose_turn_has_come(
     )  # fmt: skip
 
 
-# --- tokens -----------------------------------------------------------------------------------------------
-
-
 def test_tokens_are_those_of_the_model_whose_turn_has_come(plain: Server) -> None:
     plain.backend.script = says([1])
     swap(plain, vocabulary=VOCABULARY + 1)
@@ -170,9 +161,6 @@ def test_tokens_are_those_of_the_model_whose_turn_has_come(plain: Server) -> Non
         error = post(plain, "/v1/completions", model="tiny", prompt=prompt).json()["error"]
         expected = f"{where}: expected a token id from 0 to {VOCABULARY - 1}, got {VOCABULARY}"
         assert (error["param"], error["message"], error["code"]) == (where, expected, "invalid_request")
-
-
-# --- what is nowhere --------------------------------------------------------------------------------------
 
 
 def test_what_is_neither_loaded_nor_stored_is_not_found_though_nothing_is_loaded(

@@ -59,9 +59,6 @@ NAMED = Access(hosts=("studio.local", "ai.example.com"))
 LISTED = Access(origins=("http://localhost:3000", "https://chat.example.com"))
 
 
-# --- Host -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("host", ["192.168.1.5", "192.168.1.5:52415", "localhost:1", "127.0.0.1", "[::1]:80"])
 def test_the_address_that_was_connected_to_and_loopback_are_this_mac(host: str) -> None:
     assert judged(PLAIN, host=host) is None
@@ -117,9 +114,6 @@ def test_an_end_that_is_not_known_is_no_name() -> None:
     assert judged(PLAIN, server=None, client=None, host="") is Code.HOST_NOT_ALLOWED
     assert judged(PLAIN, server=None, client=None, host="localhost") is None
     assert judged(PLAIN, path="/admin/status", client=None, host="localhost") is not None
-
-
-# --- Origin -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,9 +231,6 @@ def test_only_the_list_counts_for_what_a_browser_asks_first(
     assert judged(access, method="OPTIONS", **asked) is code
 
 
-# --- what is for whom -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "client", [("127.0.0.1", 1), ("192.168.1.5", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)]
 )
@@ -306,27 +297,19 @@ def test_no_list_lets_another_page_into_the_administration() -> None:
         asked = {"origin": "https://chat.example.com", "access_control_request_method": "POST"}
         refused = judged(access, "/admin/status", method, client=client, **asked)
         assert refused is Code.ORIGIN_NOT_ALLOWED
+    assert judged(access, "/admin/status", client=client, host="evil.example") is Code.HOST_NOT_ALLOWED
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/page/app.js"])
-def test_what_needs_no_key_of_the_api(path: str) -> None:
-    assert (is_public(path), is_admin(path)) == (True, False)
-
-
-NEITHER = (
-    "/page /pages /health/ /healthy // /v1/models /api/tags /cluster /cluster/events /metrics /openapi.json "
-    "/administrator /v1/admin/status"
+@pytest.mark.parametrize(
+    ("public", "admin", "paths"),
+    [
+        (True, False, "/ /health /page/app.js"),
+        (False, True, "/admin /admin/status"),
+        (False, False, "/page /pages /health/ /healthy // /v1/models /administrator /v1/admin/status"),
+    ],
 )
-
-
-@pytest.mark.parametrize("path", ["", *NEITHER.split()])
-def test_all_else_needs_one(path: str) -> None:
-    assert (is_public(path), is_admin(path)) == (False, False)
-
-
-@pytest.mark.parametrize("path", ["/admin", "/admin/status"])
-def test_the_administration_needs_a_key_of_its_own(path: str) -> None:
-    assert (is_public(path), is_admin(path)) == (False, True)
+def test_what_needs_no_key_and_what_one_of_its_own(public: bool, admin: bool, paths: str) -> None:
+    assert {(is_public(path), is_admin(path)) for path in paths.split()} == {(public, admin)}
 
 
 @pytest.mark.parametrize(

@@ -200,9 +200,6 @@ def test_what_no_key_can_have(fields: dict[str, Any], words: str) -> None:
     assert bool(key(**fields).problem) is bool(words)
 
 
-# --- rates -------------------------------------------------------------------------------------------------
-
-
 def test_a_full_bucket_lets_a_minutes_worth_through_at_once() -> None:
     bucket = TokenBucket(3, 100.0)
     assert [bucket.take(100.0) for _ in range(3)] == [0.0] * 3
@@ -250,9 +247,6 @@ def test_who_comes_again_when_told_gets_through(per_minute: int, at: float) -> N
         wait_s = bucket.take(at)
         assert 0 < wait_s <= 60 / per_minute * (1 + 1e-6)
     assert bucket.take(at + math.ceil(wait_s)) == 0.0
-
-
-# --- models -----------------------------------------------------------------------------------------------
 
 
 def loaded(name: str, *aliases: str) -> ModelInfo:

@@ -48,9 +48,6 @@ def closed(schema: dict[str, Any]) -> Any:
     return found
 
 
-# --- formats ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("format_", "grammar"),
     [
@@ -110,8 +107,6 @@ def test_an_unknown_format_is_not_passed_over(text: Text, format_: Any) -> None:
     assert (caught.value.code, caught.value.param) == (Code.NOT_SUPPORTED, "response_format")
     assert json.dumps(format_) in caught.value.detail
 
-
-# --- schemas ----------------------------------------------------------------------------------------------
 
 A = {"type": "object", "properties": {"a": {"type": "string"}}}
 B = {"type": "object", "properties": {"b": {"type": "string"}}}

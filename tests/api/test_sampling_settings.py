@@ -44,9 +44,6 @@ def refusal(**fields: Any) -> RequestError:
     return caught.value
 
 
-# --- sampling ---------------------------------------------------------------------------------------------
-
-
 def test_what_is_left_out_is_greedy_or_what_the_model_says() -> None:
     assert sampling() == Sampling(seed=5)
     defaults = Sampling(0.6, 0.95, 20, 0.05, seed=99)
@@ -179,9 +176,6 @@ def test_a_new_sampler_is_one_field_and_one_row_up_to_the_engine(tmp_path: Path)
     ]
 
 
-# --- seeds ------------------------------------------------------------------------------------------------
-
-
 @given(st.integers())
 def test_any_integer_is_a_seed(seed: int) -> None:
     assert 0 <= settings.seed_of(seed) < 2**63
@@ -213,9 +207,6 @@ def test_choices_differ_in_their_seeds_only() -> None:
             for one in found} == {((1, 2), 9, 0.5, Shaping(min_tokens=2), 3, True)}  # fmt: skip
 
 
-# --- stop strings and lengths -----------------------------------------------------------------------------
-
-
 def test_stop_is_a_string_or_a_list_and_empty_ones_stop_nothing() -> None:
     for given_, found in (("end", ("end",)), (["a", "", "b"], ("a", "b")), ("", ()), ([], ()), (None, ())):
         assert settings.stop_strings(chat(stop=given_).stop) == found
@@ -233,9 +224,6 @@ def test_an_answer_must_be_able_to_be_long_enough() -> None:
     settings.check_min_tokens(9, 9)
     with pytest.raises(RequestError, match=r"min_tokens 10 .* from 0 to 9"):
         settings.check_min_tokens(10, 9)
-
-
-# --- biases -----------------------------------------------------------------------------------------------
 
 
 def test_biases_are_pairs_of_token_and_value() -> None:

@@ -13,25 +13,21 @@ from typing import Any
 
 import anthropic
 import httpx
-import ollama
 import openai
 import psutil
 import pytest
 from starlette.routing import Route
 
 from mlxtp.api import access_log
-from mlxtp.api import app as app_module
 from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
-from mlxtp.api.api_keys import FILE, LOOK_S, KeyFile, KeyRing
+from mlxtp.api.api_keys import LOOK_S, KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import DeploymentHealth, StoredModelInfo, TokenEvent, Tokens
-from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.endpoint import Tls, here_and_now, own_tls
 from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind
-from mlxtp.errors import MlxtpError
 from mlxtp.verbs import ModelsOnDisk, Verb
 
 from ..live_cluster import until
@@ -108,9 +104,6 @@ def server(backend: FakeBackend, tmp_path: Path) -> Iterator[Door]:
         yield found
 
 
-# --- what is asked for ------------------------------------------------------------------------------------
-
-
 def status(server: Door, target: str, host: str = "localhost", key: str = "") -> int:
     """Return the status of the reply to a request of one line, with this target."""
     with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as sock:
@@ -185,9 +178,6 @@ def test_the_host_of_a_whole_url_has_to_be_this_mac_as_well_as_host(server: Door
     assert status(server, "http://localhost/health", host="evil.example") == 421
 
 
-# --- keys -------------------------------------------------------------------------------------------------
-
-
 def test_openais_library_with_a_key_and_without(server: Door, backend: FakeBackend) -> None:
     key = server.key()
     client = server.openai(key)
@@ -242,61 +232,17 @@ def test_anthropics_library_sends_its_key_in_a_header_of_its_own(server: Door) -
         assert body["request_id"] == refused.value.request_id
 
 
-def test_ollamas_library_with_a_key(server: Door) -> None:
-    key = server.key()
-    options: Any = {"host": server.url, "timeout": WAIT_S, "trust_env": False}
-    good = ollama.Client(**options, headers={"Authorization": f"Bearer {key}"})
-    assert good.chat(model="default", messages=HELLO)["done"]
-    with pytest.raises(ollama.ResponseError) as refused:
-        ollama.Client(**options).chat(model="default", messages=HELLO)
-    assert refused.value.status_code == 401
-    assert refused.value.error.startswith("this server requires an API key")
-
-
-def test_a_key_in_either_header(server: Door) -> None:
-    key = server.key()
-    assert server.ask(headers={"authorization": f"Bearer {key}"}).status_code == 200
-    assert server.ask(headers={"x-api-key": key}).status_code == 200
-    assert server.ask(path=f"/v1/models?key={key}&api_key={key}").status_code == 401
-    assert server.ask(headers={"authorization": key}).status_code == 401
-    assert server.ask(headers={"cookie": f"key={key}"}).status_code == 401
-
-
-def test_a_refusal_says_how_to_ask(server: Door) -> None:
+def test_a_refusal_has_the_shape_of_the_dialect_that_owns_the_path(server: Door) -> None:
     server.key()
-    refused = server.ask()
-    assert refused.status_code == 401
-    assert refused.headers["www-authenticate"] == 'Bearer realm="mlxtp"'
-    error = refused.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
-
-
-def test_a_refusal_has_the_shape_of_the_dialect_that_owns_the_path(
-    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Other(OpenAIChat):
-        prefixes = ("/other/",)
-
-        def routes(self, generation: Any) -> Sequence[Route]:
-            return ()
-
-        def error(self, error: MlxtpError, status: int) -> dict[str, Any]:
-            return {"error": error.detail, "status": status}
-
-    monkeypatch.setattr(app_module, "adapters", lambda: (Other(), OpenAIChat()))
-    with door(backend, tmp_path) as server:
-        server.key()
-        for path, headers, status in (
-            ("/other/x", {}, 401),
-            ("/other/x", {"host": "evil.example"}, 421),
-            ("/other/x", {"origin": "http://evil.example"}, 403),
+    for path, shape in (("/api/x", str), ("/v1/x", dict)):
+        for headers, status in (
+            ({}, 401),
+            ({"host": "evil.example"}, 421),
+            ({"origin": "http://evil.example"}, 403),
         ):
             refused = server.ask(path=path, headers=headers)
             assert refused.status_code == status
-            assert refused.json() == {"error": refused.json()["error"], "status": status}
-            assert isinstance(refused.json()["error"], str)
-        assert server.ask(path="/v1/x").json()["error"]["code"] == "invalid_api_key"
+            assert isinstance(refused.json()["error"], shape)
 
 
 def test_all_that_is_there_needs_a_key_but_what_is_public(backend: FakeBackend, tmp_path: Path) -> None:
@@ -317,14 +263,6 @@ def test_all_that_is_there_needs_a_key_but_what_is_public(backend: FakeBackend, 
         assert client.get("/").status_code != 401
         assert client.get("/page/none.js").status_code == 404
     assert backend.requests == []
-
-
-def test_the_administration_has_a_key_of_its_own(server: Door) -> None:
-    key = server.key()
-    assert server.ask(path="/admin/status", headers={"authorization": f"Bearer {key}"}).status_code == 401
-    own = {"authorization": f"Bearer {ADMIN_KEY}"}
-    assert server.ask(path="/admin/status", headers=own).status_code == 200
-    assert server.ask(headers=own).status_code == 200
 
 
 ROWS = [{"name": "org/other"}, {"name": "org/tiny"}]
@@ -461,38 +399,6 @@ def test_by_https_a_page_of_http_is_another_origin(backend: FakeBackend, tmp_pat
             assert server.ask(headers=origin, verify=False).status_code == status
 
 
-def test_keys_come_and_go_while_the_server_runs(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path, rule="auto") as server:
-        assert server.openai("none").models.list().data
-        key = server.key()
-        assert server.ask().status_code == 401
-        assert server.openai(key).models.list().data
-        other = server.key("phone")
-        server.file.revoke("laptop")
-        server.now += LOOK_S
-        assert server.ask(headers={"x-api-key": key}).status_code == 401
-        assert server.ask(headers={"x-api-key": other}).status_code == 200
-        (tmp_path / FILE).write_text("")
-        server.now += LOOK_S
-        for headers in ({}, {"x-api-key": other}):
-            refused = server.ask(headers=headers)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "config_invalid")
-
-
-def test_who_asks_too_often_is_told_when_to_come_again(server: Door) -> None:
-    key = server.key(per_minute=2)
-    client = server.openai(key)
-    for _ in range(2):
-        client.models.list()
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.models.list()
-    assert refused.value.response.headers["retry-after"] == "30"
-    assert refused.value.code == "rate_limit_exceeded"
-    assert refused.value.type == "rate_limit_error"
-    server.now += 30
-    assert client.models.list().data
-
-
 def test_a_key_without_the_scope_has_nothing_loaded(
     server: Door, backend: FakeBackend, tmp_path: Path
 ) -> None:
@@ -553,9 +459,6 @@ def received(sock: socket.socket) -> bytes:
     return found
 
 
-# --- pages of other origins -------------------------------------------------------------------------------
-
-
 def preflight(server: Door, origin: str = PAGE, **headers: str) -> httpx.Response:
     given = {"origin": origin, "access-control-request-method": "POST", **headers}
     return server.ask("OPTIONS", "/v1/chat/completions", headers=given)
@@ -601,22 +504,16 @@ def test_a_page_may_read_why_it_was_refused(backend: FakeBackend, tmp_path: Path
             answer = server.ask(headers={"origin": PAGE, **headers})
             assert answer.status_code == status
             assert cors(answer)["access-control-allow-origin"] == PAGE
+        assert answer.headers["retry-after"] == "60"
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
 
 
 @pytest.mark.parametrize("origins", [(), (PAGE,)])
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "http://evil.example",
-        "http://localhost:4000",
-        "https://localhost:3000",
-        "null",
-        f"{PAGE}.evil.example",
-    ],
-)
 def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
-    backend: FakeBackend, tmp_path: Path, origins: Sequence[str], origin: str
+    backend: FakeBackend, tmp_path: Path, origins: Sequence[str]
 ) -> None:
+    origin = "http://localhost:4000"
     with door(backend, tmp_path, origins=origins, rule="never") as server:
         asked = preflight(server, origin, **{"access-control-request-private-network": "true"})
         assert asked.status_code == 403
@@ -648,25 +545,6 @@ def test_any_page(backend: FakeBackend, tmp_path: Path) -> None:
             assert (refused.status_code, cors(refused)) == (403, {})
 
 
-def test_a_browsers_library_streams_from_a_page(backend: FakeBackend, tmp_path: Path) -> None:
-    """A browser sends more than a program does."""
-    with door(backend, tmp_path, origins=(PAGE,)) as server:
-        client = server.openai(server.key(), default_headers={"Origin": PAGE})
-        with client.chat.completions.with_streaming_response.create(**BODY, stream=True) as stream:
-            assert stream.headers["access-control-allow-origin"] == PAGE
-            assert "data: [DONE]" in "".join(stream.iter_text())
-
-
-def test_a_name_that_was_given_is_answered(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path, hosts=("ai.example.com",), rule="auto") as server:
-        named = {"host": "ai.example.com", "origin": "http://ai.example.com"}
-        assert server.ask(headers=named).status_code == 200
-        assert server.ask(headers={"host": "example.com"}).status_code == 421
-
-
-# --- HTTPS ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tls(tmp_path: Path) -> Tls:
     return own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())
@@ -689,11 +567,6 @@ def test_openais_library_by_https_trusts_the_certificate_it_was_given(
         with pytest.raises(openai.APIConnectionError) as refused:
             server.openai(key).models.list()
         assert "CERTIFICATE_VERIFY_FAILED" in repr(refused.value.__cause__)
-
-
-def test_plain_http_is_not_answered_there(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
-    with door(backend, tmp_path, tls=tls) as server, pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{server.port}/health", timeout=WAIT_S, trust_env=False)
 
 
 def test_a_long_answer_comes_whole_by_https(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:

@@ -102,9 +102,6 @@ def backend(loaded: dict[str, Loaded]) -> FakeBackend:
     return FakeBackend(loaded[BYTE_LEVEL].text, says([60, 61, 62]))
 
 
-# --- readers ----------------------------------------------------------------------------------------------
-
-
 async def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: FakeBackend) -> None:
     backend.scripts = [says([60] * ENDLESS), says([60, 61, 62])]
     async with served(backend, stall_s=SOON_S) as connect:
@@ -193,9 +190,6 @@ async def test_nothing_is_written_to_a_client_that_left_within_a_burst(
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
-# --- requests ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", HEAD[:-2] + b"X: "])
 async def test_half_a_head_is_not_waited_for_for_ever(backend: FakeBackend, sent: bytes) -> None:
     async with served(backend, request_s=SOON_S) as connect:
@@ -248,8 +242,6 @@ async def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
         await client.send(CLOSING + REQUEST)
         assert b"[DONE]" in await client.rest()
 
-
-# --- what follows a request -------------------------------------------------------------------------------
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 GET_CLOSING = GET.replace(b"Host", b"Connection: close\r\nHost")
@@ -367,9 +359,6 @@ async def test_what_is_no_request_is_logged_without_the_id_of_the_last(
     assert ids == [None]
 
 
-# --- bodies -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     """Set how many bytes all bodies may have together."""
@@ -475,9 +464,6 @@ async def test_text_that_is_not_ascii_takes_four_times_the_room(
         await client.send(POST % len(large) + large)
         head = await client.read()
         assert head.startswith(b"HTTP/1.1 200 " if letter == b"a" else b"HTTP/1.1 503 ")
-
-
-# --- many -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 
 from mlxtp.api import generation
 from mlxtp.api.adapter import About
-from mlxtp.api.backend import ImmediateLease, Progress, StreamEnd
+from mlxtp.api.backend import Progress, StreamEnd
 from mlxtp.api.dialects.openai import OpenAIChat, parse_chat
 from mlxtp.api.streaming import LoadingStream
 from mlxtp.errors import Code, RequestError
@@ -29,6 +28,7 @@ from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish
 
 from ..live_cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then
+from .test_generation_loading import Turns
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +87,6 @@ def late(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[Judge], N
 
 async def in_a_moment() -> None:
     await asyncio.sleep(0.8)
-
-
-# --- keep-alives ------------------------------------------------------------------------------------------
 
 
 def test_idle_chunks_of_a_chat_are_empty_and_tell_the_progress(server: Server) -> None:
@@ -215,29 +212,13 @@ def lively_running(loaded: dict[str, Loaded]) -> Iterator[Server]:
         yield server
 
 
-@dataclass
-class LoadingTurn(ImmediateLease):
-    """The turn of a request whose model is loaded after a wait."""
-
-    awaited: Callable[[], Awaitable[None]]
-    come: bool = False
-
-    def progress(self) -> str:
-        return "loading 10 %"
-
-    async def wait(self) -> AsyncIterator[str]:
-        yield self.progress()
-        await self.awaited()
-        self.come = True
-
-
 @pytest.mark.parametrize("state", ["loading", "not accepted", "prefill"])
 @pytest.mark.parametrize("path", BODIES)
 def test_each_dialect_shows_life_in_each_state_before_the_first_text(
     lively_running: Server, monkeypatch: pytest.MonkeyPatch, path: str, state: str
 ) -> None:
     monkeypatch.setattr(generation, "ACCEPT_S", 0.02)
-    backend, come = lively_running.backend, threading.Event()
+    backend, come, turns = lively_running.backend, threading.Event(), Turns()
     backend.__init__(backend.loaded_text)  # type: ignore[misc]
     answer = says([*lively_running.ids(ANSWER), 1])
 
@@ -253,7 +234,7 @@ def test_each_dialect_shows_life_in_each_state_before_the_first_text(
     if state == "not accepted":
         backend.judge = wait
     if state == "loading":
-        backend.take_turn = lambda _name, _within_s: LoadingTurn(wait)
+        backend.take_turn = turns.take
     idle, text = 0, ""
     with events(lively_running, path) as found:
         for event in found:
@@ -262,11 +243,11 @@ def test_each_dialect_shows_life_in_each_state_before_the_first_text(
             assert not text or come.is_set()
             if idle == 3:  # one of them may be the answer's own beginning
                 come.set()
+                for turn in turns.turns:
+                    turn.tell("")
     assert come.is_set()
     assert text == ANSWER
 
-
-# --- real clients whose patience is shorter than the prefill ----------------------------------------------
 
 PATIENCE_S = 1.2 * SLOWNESS  # more than twice the keep-alive
 PREFILL_S = 2.5 * SLOWNESS
@@ -328,9 +309,6 @@ def test_anthropic_and_ollama_read_through_a_late_acceptance_and_a_long_prefill(
         assert "".join(line.message.content or "" for line in lines) == ANSWER
 
     at_once(a_message, lines)
-
-
-# --- streams that begin before their answer is known ------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", BODIES)

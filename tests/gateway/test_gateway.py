@@ -108,9 +108,6 @@ def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
     asyncio.run(run())
 
 
-# --- one request ------------------------------------------------------------------------------------------
-
-
 async def test_a_request_goes_to_rank_0_and_its_tokens_come_back(stage: Stage) -> None:
     answer = stage.gateway.generate(Generate(0, (1, 2, 3), 9))
     assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
@@ -201,9 +198,6 @@ async def test_the_end_tells_what_the_cache_and_the_drafts_were_worth(stage: Sta
     assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
 
-# --- being accepted ---------------------------------------------------------------------------------------
-
-
 async def test_no_client_is_told_accepted_before_rank_0_says_so(stage: Stage) -> None:
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     waiting = asyncio.create_task(answer.accepted())
@@ -238,9 +232,6 @@ async def test_a_failure_after_acceptance_is_raised_to_the_reader(stage: Stage) 
     await answer.accepted()
     with pytest.raises(GroupError, match="rank 1 is gone"):
         await everything(answer)
-
-
-# --- going away -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("said", [(), (50,)])
@@ -280,9 +271,6 @@ async def test_cancelling_at_a_rank_that_is_gone_is_no_error(stage: Stage) -> No
     stage.ranks.broken = LinkError("gone")
     await answer.aclose()
     assert stage.open == 0
-
-
-# --- refusals and failures --------------------------------------------------------------------------------
 
 
 async def test_without_a_model_nothing_is_started(stage: Stage) -> None:
@@ -386,17 +374,6 @@ async def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one(stag
     stage.say(2, 60)
     stage.finish(2)
     assert await everything(answer) == [Tokens((60,)), StreamEnd("stop", 1)]
-
-
-async def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one(stage: Stage) -> None:
-    old: Any = stage.gateway.generate(Generate(0, (1,), 9))
-    stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
-    ranks = stage.next_group()
-    await old.aclose()
-    assert ranks.sent == []
-
-
-# --- warming up -------------------------------------------------------------------------------------------
 
 
 async def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(stage: Stage) -> None:

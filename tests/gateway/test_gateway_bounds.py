@@ -73,9 +73,6 @@ async def heard(answer: Any) -> tuple[int, Code]:
     raise AssertionError("it ended well")
 
 
-# --- bounds -----------------------------------------------------------------------------------------------
-
-
 @few_tokens
 async def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends(stage: Stage) -> None:
     stage.ask(60)
@@ -123,9 +120,6 @@ async def test_no_memory_no_new_requests_but_those_that_are_open_go_on(stage: St
     assert await anext(answer) == Tokens((7,))
     stage.memory = PLENTY
     stage.ask()
-
-
-# --- deadlines --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("deadline_s", "own"), [(SOON_S, 0.0), (3600, SOON_S), (SOON_S, 3600)])
@@ -178,9 +172,6 @@ async def test_what_has_ended_has_no_deadline(stage: Stage, how: str) -> None:
     else:
         await answer.aclose()
     assert timer.cancelled()
-
-
-# --- slow readers -----------------------------------------------------------------------------------------
 
 
 async def test_who_falls_too_far_behind_is_ended_and_told_so(

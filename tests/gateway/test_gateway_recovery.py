@@ -231,20 +231,6 @@ async def test_a_desk_that_breaks_at_once_leaves_requests_waiting(stage: Stage) 
     assert await everything(answer) == [StreamEnd("stop", 1)]
 
 
-# --- requests that kill -----------------------------------------------------------------------------------
-
-
-async def test_who_gets_on_between_two_failures_goes_on(stage: Stage) -> None:
-    stage.gateway.generate(Generate(0, (1,), 99))
-    stage.gateway.park(GROUP, LOST)
-    stage.next_group()
-    stage.say(2, *[5] * PROVEN_TOKENS)
-    stage.gateway.park(GROUP, LOST)
-    [again] = asked(stage.next_group())
-    assert (again.strikes, again.answered) == (0, PROVEN_TOKENS)
-    stage.gateway.fail(DEPLOYMENT, LOST)
-
-
 async def test_of_several_suspects_one_goes_at_a_time(stage: Stage) -> None:
     """The second of three kills; the others get their answers."""
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2, 3)]
@@ -306,9 +292,6 @@ async def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on(stag
     assert (len(again.tokens), again.strikes) == (5, 0)
     stage.finish(again.uid)
     await everything(small)
-
-
-# --- requests of other agents -----------------------------------------------------------------------------
 
 
 async def test_requests_of_other_agents_are_given_back_to_them(stage: Stage) -> None:
@@ -392,8 +375,7 @@ async def test_what_another_agent_gives_back_is_asked_again(
 
 
 @pytest.mark.parametrize(
-    "code",
-    [Code.SHUTTING_DOWN, Code.REQUEST_FATAL, Code.OUT_OF_MEMORY, Code.BAD_REQUEST, Code.OVERLOADED],
+    "code", [Code.SHUTTING_DOWN, Code.REQUEST_FATAL, Code.OUT_OF_MEMORY, Code.BAD_REQUEST, Code.OVERLOADED]
 )
 async def test_some_words_of_another_agent_are_the_last(stage: Stage, code: Code) -> None:
     stage.next_group(here=False)

@@ -98,9 +98,6 @@ def served(groups: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("groups", [groups])
 
 
-# --- failover ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("here", [True, False])
 async def test_an_answer_goes_on_at_the_other_group_at_once(stage: Stage, here: bool) -> None:
     """From the same position, with the same seed; nothing is awaited in between."""
@@ -233,9 +230,6 @@ async def test_requests_of_other_agents_go_back_and_find_the_group_that_they_nam
     assert refused.value.code is Code.NOT_READY
 
 
-# --- blame ------------------------------------------------------------------------------------------------
-
-
 async def test_one_suspect_of_a_deployment_runs_at_a_time_over_all_groups(stage: Stage) -> None:
     stage.gateway.detach("tiny#1")
     answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(3)]
@@ -323,9 +317,6 @@ async def test_a_suspect_waits_no_longer_than_for_a_group(stage: Stage) -> None:
     assert len(stage.asked("tiny#1")) == 2
     for answer in answers:
         await answer.aclose()
-
-
-# --- routing ----------------------------------------------------------------------------------------------
 
 
 def conversation(number: int, blocks: int) -> tuple[int, ...]:
@@ -450,9 +441,6 @@ def test_second_turns_over_two_groups_find_as_much_cached_as_over_one(seed: int)
     assert cached_share(2, around=True, seed=seed) < 0.75 * one
 
 
-# --- several deployments ----------------------------------------------------------------------------------
-
-
 @elsewhere
 async def test_what_a_report_says_of_own_requests_ends_with_them(stage: Stage) -> None:
     """The next report may be half a second away; until then other agents' requests still count."""
@@ -495,9 +483,6 @@ async def test_the_requests_of_a_client_count_together_over_groups_and_deploymen
     with pytest.raises(RequestError, match="7 requests of this client are open"):
         stage.gateway.generate(Generate(0, (1,), 9), client="a", model="tiny")
     stage.gateway.close(LOST)
-
-
-# --- disuse -----------------------------------------------------------------------------------------------
 
 
 @served(0)

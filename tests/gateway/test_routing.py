@@ -78,16 +78,6 @@ def test_a_short_answer_minds_other_rows_less_but_not_those_that_no_step_has_roo
     assert (chosen(60), chosen(100)) == ("a#0", "a#1")
 
 
-def test_agents_with_one_system_prompt_warm_both_groups_and_share_them() -> None:
-    open_requests, cached = {"a#0": 0, "a#1": 0}, {"a#0": 0, "a#1": 0}
-    for _ in range(16):
-        options = [option(name, cached[name], requests=open_requests[name]) for name in cached]
-        chosen = choose(2100, options).group
-        open_requests[chosen] += 1
-        cached[chosen] = 2048
-    assert open_requests == {"a#0": 8, "a#1": 8}
-
-
 def test_speed_is_measured_while_there_are_prompts() -> None:
     meter = PrefillMeter()
     meter.begin(10.0)

@@ -280,9 +280,6 @@ def site(running_site: Site) -> Site:
     return running_site
 
 
-# --- the browser ------------------------------------------------------------------------------------------
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Give all skips for want of a browser one place, because pytest prints one line for each place."""

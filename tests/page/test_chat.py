@@ -346,8 +346,6 @@ def test_thoughts_and_calls_are_folded_away(site: Site, visit: Visit) -> None:
     assert not visit.page.is_visible(f"{LAST} .problem")
 
 
-# --- versions, models, files -------------------------------------------------------------------------------
-
 SHOWN = "#turns > li > .said"
 
 
@@ -495,9 +493,6 @@ def test_files_are_pasted_as_text_or_refused_in_words(site: Site, visit: Visit) 
     assert visit.page.input_value("#say") == "a.py:\n\n````py\nx = '```'\n````\n"
 
 
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
 def test_a_conversation_survives_a_reload(site: Site, visit: Visit) -> None:
     site.says("I am **kept**")
     visit.send("Remember this")
@@ -639,8 +634,6 @@ def test_the_endpoints_key_is_asked_for_and_sent(site: Site, visit: Visit) -> No
     assert "secret" not in visit.page.evaluate("JSON.stringify(localStorage)")
     assert MOMENT["ready"]
 
-
-# --- long conversations -----------------------------------------------------------------------------------
 
 ANSWER = """\
 The **root** of $b^2 - 4ac$:

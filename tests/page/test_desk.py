@@ -19,9 +19,6 @@ SIZES = (PHONE, TABLET, DESK)
 MORE = [each for each in product((1, 2, 3, 4, 6, 8, 9, 12, 13, 64), SIZES) if each not in FEW]
 
 
-# --- the picture ------------------------------------------------------------------------------------------
-
-
 def test_the_picture_shows_macs_their_group_and_what_joins_them(site: Site, visit: Visit) -> None:
     picture = visit.page.locator("#picture svg")
     assert picture.get_attribute("role") == "img"
@@ -170,8 +167,6 @@ def test_tokens_of_requests_elsewhere_are_known_by_the_groups_speed(reading: Vis
     assert counts == [15, 0], "the speed of the last seconds is none of a group that has nothing to do"
 
 
-# --- what is served ---------------------------------------------------------------------------------------
-
 BUSY = {"running": 3, "waiting": 1}
 DEPLOYMENTS = [
     deployment(
@@ -256,9 +251,6 @@ def test_copies_downloads_and_loads_with_bars_and_the_time_that_is_left(site: Si
     assert bars.evaluate_all("all => all.map(each => each.position)") == [-1]
 
 
-# --- requests ---------------------------------------------------------------------------------------------
-
-
 def test_open_requests_with_their_speed_and_cached_share(site: Site, visit: Visit) -> None:
     open_ = [
         request(1, "writing", tokens=1200),
@@ -303,9 +295,6 @@ def test_senders_are_shown_to_those_alone_who_may_see_the_use_of_keys(site: Site
     assert "guest" not in without.text("#requests")
 
 
-# --- what happened ----------------------------------------------------------------------------------------
-
-
 def test_failures_in_words_with_what_was_done_and_how_long_it_took(site: Site, visit: Visit) -> None:
     again, ended, first = visit.page.locator("#history li").all_inner_texts()[:3]
     assert "tiny failed" in again
@@ -345,9 +334,6 @@ def test_what_is_to_be_mended_stands_below_the_picture(site: Site, visit: Visit)
     shown = visit.text("body")
     assert (shown.count(why), shown.count(other)) == (1, 1), "each reason once"
     assert lines[0] in visit.text("#troubles")
-
-
-# --- the same in words ------------------------------------------------------------------------------------
 
 
 def words(visit: Visit) -> None:
@@ -423,8 +409,6 @@ def test_what_groups_keep_of_earlier_prompts(site: Site, visit: Visit) -> None:
     assert visit.text("#caches b") == "org/other#0"
     assert visit.text("#caches .about") == "1.5 GB in memory, 12.0 GB on disk, to which none are added"
 
-
-# --- from the first moment on -----------------------------------------------------------------------------
 
 SHIFTS = """() => new Promise(done => {
     let sum = 0;

@@ -97,9 +97,6 @@ def test_each_module_imports_what_is_there(path: Path) -> None:
     assert [name for name in imported if not (FOLDER / name).is_file()] == []
 
 
-# --- libraries of other projects --------------------------------------------------------------------------
-
-
 def test_libraries_are_unchanged_and_none_is_unlisted() -> None:
     lines = (VENDOR / "SHA256SUMS").read_text().splitlines()
     listed = {name: digest for digest, name in (line.split("  ") for line in lines)}

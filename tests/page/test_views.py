@@ -52,9 +52,6 @@ def test_figures_of_one_mac_are_said_to_be_so(site: Site, visit: Visit) -> None:
     visit.page.wait_for_selector("#figures:has-text('7 tokens/s asked here')")
 
 
-# --- models -----------------------------------------------------------------------------------------------
-
-
 def test_the_key_is_taken_from_the_address_and_leaves_it(site: Site, visiting: Any) -> None:
     visit: Visit = visiting(ADMIN)
     visit.page.wait_for_selector("#disk li")
@@ -131,9 +128,6 @@ def test_a_wrong_key_is_asked_for_again(visiting: Any) -> None:
     visit: Visit = visiting("#key=wrong")
     visit.page.wait_for_selector("#admin-form:not([hidden])")
     visit.shows("That key is not valid", "#problem")
-
-
-# --- for all readers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,8 @@ def status(server: Door, target: str, host: str = "localhost", key: str = "") ->
 def test_a_client_is_its_key_wherever_it_connects_from(server: Door, backend: FakeBackend) -> None:
     for name in ("laptop", "school"):
         headers = {"authorization": f"Bearer {server.key(name)}"}
-        reply = httpx.post(
-            f"http://127.0.0.1:{server.port}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "hello"}], "user": "alice"},
-            headers=headers,
-            timeout=WAIT_S,
-        )
-        assert reply.status_code == 200
+        body = BODY | {"user": "alice"}
+        assert server.ask("POST", "/v1/chat/completions", json=body, headers=headers).status_code == 200
     assert [(each.client, each.user) for each in backend.whose] == [
         ("key laptop", "alice"), ("key school", "alice"),
     ]  # fmt: skip

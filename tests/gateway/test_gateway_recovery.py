@@ -398,15 +398,3 @@ async def test_while_a_better_group_takes_over_new_requests_wait_for_it(stage: S
         stage.gateway.generate(Generate(0, (1,), 9))
     assert not stage.gateway.models()
     await answer.aclose()
-
-
-async def test_while_it_rests_open_requests_stay_where_they_are(stage: Stage) -> None:
-    ranks = stage.next_group(here=False)
-    answer = stage.gateway.generate(Generate(0, (1,), 9))
-    stage.gateway.detach(GROUP)
-    with pytest.raises(MlxtpError):
-        stage.gateway.generate(Generate(0, (1,), 9))
-    stage.say(1, 50)
-    stage.gateway.on_event(Finished(1, "stop", 1, 1))
-    assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
-    assert len(ranks.sent) == 1

@@ -388,27 +388,6 @@ async def test_the_answer_counts_as_cached_too(stage: Stage) -> None:
     assert home.prefixes.match(answer.hashes()) == 0
 
 
-@elsewhere
-async def test_a_conversation_moves_where_waiting_at_its_cache_costs_more(stage: Stage) -> None:
-    stage.gateway.generate(Generate(0, conversation(1, 4), 9))
-    stage.finish(1)
-    home = stage.where(1)
-    stage.gateway.load(home, GroupLoad(queued=9 * BLOCK))
-    stage.gateway.generate(Generate(0, (*conversation(1, 4), 5), 9))
-    assert stage.where(2) != home
-
-
-@elsewhere
-async def test_a_report_says_what_another_agent_s_group_has_cached(stage: Stage) -> None:
-    there = Stage()
-    there.serve("tiny#1")
-    there.gateway.generate(Generate(0, conversation(1, 4), 9))
-    there.finish(1)
-    stage.gateway.load("tiny#1", there.gateway.deployments.named("tiny").groups.load_of("tiny#1"))
-    stage.gateway.generate(Generate(0, (*conversation(1, 4), 5), 9))
-    assert stage.where(1) == "tiny#1"
-
-
 def cached_share(groups: int, *, around: bool, seed: int) -> float:
     """Return the share of 32 second turns that find the first one cached; `around`: the groups take turns."""
     order = random.Random(seed)

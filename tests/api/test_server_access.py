@@ -493,7 +493,8 @@ def test_a_page_on_the_list_asks_first_and_then_in_earnest(backend: FakeBackend,
 
 
 def test_a_page_may_read_why_it_was_refused(backend: FakeBackend, tmp_path: Path) -> None:
-    with door(backend, tmp_path, origins=(PAGE,)) as server:
+    with door(backend, tmp_path, origins=(PAGE,), hosts=("ai.example.com",)) as server:
+        assert server.ask(path="/health", headers={"host": "ai.example.com"}).status_code == 200
         key = server.key(per_minute=1)
         for headers, status in (({}, 401), ({"x-api-key": key}, 200), ({"x-api-key": key}, 429)):
             answer = server.ask(headers={"origin": PAGE, **headers})

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,28 +41,25 @@ WAIT_S = 60.0
 ANY_OBJECT = '{"type": "object"}'
 
 
+Made = Callable[..., Grammars]
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    held = Grammars(FOLDER, VOCABULARY, EOS)
-    yield held
-    held.close()
+    with closing(Grammars(FOLDER, VOCABULARY, EOS)) as held:
+        yield held
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Grammars]]:
+def made() -> Iterator[Made]:
     """Grammars of a test's own, for a model of so many tokens."""
-    held: list[Grammars] = []
+    with ExitStack() as held:
 
-    def make(vocabulary: int = VOCABULARY, eos: frozenset[int] = EOS, **limits: Any) -> Grammars:
-        held.append(Grammars(limits.pop("folder", FOLDER), vocabulary, eos, **limits))
-        return held[-1]
+        def make(vocabulary: int = VOCABULARY, eos: frozenset[int] = EOS, **limits: Any) -> Grammars:
+            folder = limits.pop("folder", FOLDER)
+            return held.enter_context(closing(Grammars(folder, vocabulary, eos, **limits)))
 
-    yield make
-    for each in held:
-        each.close()
-
-
-Made = Callable[..., Grammars]
+        yield make
 
 
 def text_of(tokens: list[int]) -> str:
@@ -85,8 +83,6 @@ def accepts(grammar: Grammar, text: str) -> bool:
         matcher.accept(token)
     return set(allowed(matcher)) >= EOS
 
-
-# --- what masks allow is valid ----------------------------------------------------------------------------
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
@@ -166,7 +162,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
 ]  # fmt: skip
 
-CLOSING = [tokens_of(text)[0] for text in ('"', "}", "]", ",", "1")]
+CLOSING = [tokens_of(text)[0] for text in ('"', "}", "]", ")", ",", "1")]
 
 
 def walk(matcher: Matcher, dice: random.Random, check: Callable[[str], bool], tokens: int = 40) -> str:
@@ -195,21 +191,16 @@ def walk(matcher: Matcher, dice: random.Random, check: Callable[[str], bool], to
     raise AssertionError(f"no end after {text_of(chosen)!r}")
 
 
-def is_valid_json(schema: dict[str, Any]) -> Callable[[str], bool]:
-    def check(text: str) -> bool:
-        return "\ufffd" not in text and valid(json.loads(text), schema)
-
-    return check
-
-
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_all_that_a_schema_allows_is_valid(grammars: Grammars, number: int) -> None:
-    schema = SCHEMAS[number]
-    grammar = grammars.compile("json_schema", json.dumps(schema))
+    def check(text: str) -> bool:
+        return "\ufffd" not in text and valid(json.loads(text), SCHEMAS[number])
+
+    grammar = grammars.compile("json_schema", json.dumps(SCHEMAS[number]))
     dice = random.Random(number)
-    texts = {walk(grammar.matcher(), dice, is_valid_json(schema)) for _ in range(15)}
+    texts = {walk(grammar.matcher(), dice, check) for _ in range(15)}
     assert len(texts) > 3
-    assert all(valid(json.loads(text), schema) for text in texts)
+    assert all(map(check, texts))
 
 
 def test_the_validator_says_no() -> None:
@@ -262,23 +253,7 @@ def test_all_that_a_lark_grammar_allows_follows_its_rules(grammars: Grammars) ->
             text = inner
         return re.fullmatch(r"[0-9](,[0-9])*", text) is not None
 
-    closing = tokens_of(")")[0]
-    assert closing not in EOS
-    for _ in range(5):
-        matcher, chosen = grammar.matcher(), []
-        for step in range(300):
-            choices = allowed(matcher)
-            token = closing if step > 20 and closing in choices else dice.choice(choices)
-            if EOS & set(choices) and step > 20:
-                break
-            if token in EOS:
-                break
-            matcher.accept(token)
-            chosen.append(token)
-        assert check(text_of(chosen))
-
-
-# --- one matcher a request --------------------------------------------------------------------------------
+    assert all(check(walk(grammar.matcher(), dice, check, tokens=20)) for _ in range(5))
 
 
 def test_matchers_do_not_disturb_each_other(grammars: Grammars) -> None:
@@ -306,16 +281,6 @@ def test_matchers_do_not_disturb_each_other(grammars: Grammars) -> None:
     assert together == alone
 
 
-def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
-    matcher = grammars.compile("regex", "a(bb|cc)").matcher()
-    matcher.accept(tokens_of("a")[0])
-    before = allowed(matcher)
-    other = matcher.copy()
-    other.accept(tokens_of("b")[0])
-    assert allowed(matcher) == before
-    assert allowed(other) != before
-
-
 def test_an_end_token_comes_only_where_the_answer_may_end(grammars: Grammars) -> None:
     matcher = grammars.compile("regex", "ab?").matcher()
     assert not EOS & set(allowed(matcher))
@@ -327,6 +292,7 @@ def test_an_end_token_comes_only_where_the_answer_may_end(grammars: Grammars) ->
     matcher.accept(tokens_of("b")[0])
     assert set(allowed(matcher)) == EOS
     assert matcher.finished
+    assert len(allowed(early)) == len(EOS) + 1, "a copy goes its own way"
     for end in EOS:
         other = early.copy()
         other.accept(end)
@@ -378,9 +344,6 @@ def test_a_step_that_passes_the_limits_is_a_named_error(grammars: Grammars) -> N
         go_on()
 
 
-# --- vocabularies -----------------------------------------------------------------------------------------
-
-
 def bits_of(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), bitorder="little")
 
@@ -409,11 +372,6 @@ def test_nothing_beyond_the_model_is_allowed(made: Made) -> None:
 def test_a_grammar_whose_tokens_the_model_lacks_has_no_way_on(made: Made) -> None:
     with pytest.raises(MlxtpError, match="no token of this model"):
         made(8).compile("regex", "abc").matcher().mask()
-
-
-def test_a_mask_is_unpacked_by_bit() -> None:
-    words = np.array([1 << 31 | 1, 0b110], np.uint32)
-    assert np.flatnonzero(unpack(words, 34)).tolist() == [0, 31, 33]
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
@@ -460,9 +418,6 @@ def test_nothing_is_started_before_the_first_grammar(made: Made, tmp_path: Path)
     assert made(folder=tmp_path / "nowhere").kept("json_schema", ANY_OBJECT) is None
 
 
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
 def test_a_grammar_is_compiled_once_and_the_oldest_goes(made: Made) -> None:
     held = made(max_kept=2)
     first, second = held.compile("regex", "a"), held.compile("regex", "b")
@@ -488,30 +443,18 @@ def test_a_grammar_too_large_to_keep_is_refused(made: Made) -> None:
         made(max_kept_bytes=4000).compile("regex", "a" * 5000)
 
 
-# --- bad grammars -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
         ("json_schema", "nope", "JSON schema cannot be used: expected"),
         ("json_schema", "true", "must be a JSON object"),
-        ("json_schema", '{"type": "wat"}', "wat"),
         ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
         ("json_schema", '{"if": {}, "x-guidance": {"lenient": true}}', 'Unimplemented keys: ["if"]'),
-        ("json_schema", '{"$ref": "#/nope"}', "/nope"),
         ("json_schema", '{"$ref": "file:///etc/passwd"}', "not present"),
-        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "greater than maxLength"),
-        ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
         ("json_schema", '{"$ref": "#"}', "nothing can match it"),
         ("regex", "(", "regular expression cannot be used: unclosed group"),
-        ("regex", "[z-a]", "range"),
-        ("regex", r"(a)\1", "backreferences"),
         ("regex", "\ud800", "half characters"),
         ("lark", "", "Empty grammar"),
-        ("lark", 'foo: "a"', "no start rule"),
-        ("lark", "start: x", 'unknown name: "x"'),
-        ("lark", 'start: %json {"type": 3}', "type must be"),
         ("lark", "start: x\nx: x", "nothing can match it"),
         ("regex", "a" * (MAX_GRAMMAR + 1), "the limit is"),
         ("yaml", "", "unknown grammar kind 'yaml'"),
@@ -571,8 +514,6 @@ def test_any_json_is_a_schema_or_refused(grammars: Grammars, schema: dict[str, A
     try_out(grammars, "json_schema", json.dumps(schema))
 
 
-# --- explosive grammars -----------------------------------------------------------------------------------
-
 SLOW = json.dumps({"type": "integer", "multipleOf": 999983})
 """Takes some ten seconds to compile; nothing but a deadline stops it."""
 DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(50_000)) + '\nr50000: "a"'
@@ -591,27 +532,18 @@ def doubling(levels: int) -> str:
 REFUSED = {
     "slow": ("json_schema", SLOW),
     "a stack overflow": ("lark", DEEP),
-    "nested schemas": ("json_schema", '{"type":"array","items":' * 20_000 + "{}" + "}" * 20_000),
     "references that double": ("json_schema", doubling(25)),
     "a hundred thousand positions": ("json_schema", json.dumps({"prefixItems": [{}] * 100_000})),
-    "twenty thousand properties": (
-        "json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}})
-    ),
-    "nested groups": ("regex", "(" * 50_000 + "a" + ")" * 50_000),
     "stars of stars": ("regex", "(" * 400 + "a*" + ")*" * 400),
     "optional letters": ("regex", "a?" * 100_000),
-    "alternatives": ("regex", "|".join(f"{i}[a-z]+x" for i in range(60_000))),
     "a terminal that doubles": (
         "lark", "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40)) + '\nR40: "a"'
     ),
-    "too many symbols": ("lark", "start: " + '"a" ' * 150_000),
 }  # fmt: skip
 TAMED = {
     "counted letters": ("regex", "a{1,1000000}"),
-    "counts of counts": ("regex", "((a{0,1000}){0,1000}b){0,1000}"),
     "a far look back": ("regex", ".*x.{60}"),
     "a long minimum": ("json_schema", '{"type":"string","minLength":1000000000}'),
-    "giant arrays": ("json_schema", '{"items":{"maxItems":1000000000},"minItems":1000000,"type":"array"}'),
     "a huge enum": ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(20_000)]})),
     "recursion": ("json_schema", '{"type":"object","additionalProperties":{"$ref":"#"}}'),
 }  # fmt: skip
@@ -619,9 +551,8 @@ TAMED = {
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Grammars]:
-    held = Grammars(FOLDER, VOCABULARY, EOS, deadline_s=2.0)
-    yield held
-    held.close()
+    with closing(Grammars(FOLDER, VOCABULARY, EOS, deadline_s=2.0)) as held:
+        yield held
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -736,9 +667,6 @@ def test_closing_ends_what_is_being_tried(made: Made) -> None:
     assert process.returncode is not None
 
 
-# --- tool calls -------------------------------------------------------------------------------------------
-
-
 WEATHER = Tool(
     "weather",
     parameters={
@@ -817,12 +745,6 @@ def test_bad_tools_are_named(tools: list[Tool], required: str | None, words: str
     assert words in caught.value.detail
     assert caught.value.param is not None
     assert caught.value.param.startswith("tool")
-
-
-def test_a_keyword_that_cannot_be_enforced_does_not_make_a_tool_useless(grammars: Grammars) -> None:
-    schema = {"properties": {"n": {"type": "integer", "not": {"const": 0}}}, "required": ["n"]}
-    grammar = of_calls(grammars, [Tool("x", parameters=schema)])
-    assert accepts(grammar, '{"name": "x", "arguments": {"n": 5}}')
 
 
 @pytest.mark.parametrize("beside", [{}, {"otherwise": ("", '{"type": "integer"}')}])

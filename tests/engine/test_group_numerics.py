@@ -49,9 +49,6 @@ def alone(outcome: Group, family: str) -> Notes:
     return forwards(folder, LoneGroup(), CollectiveCounter())
 
 
-# --- forwards ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_say_what_one_says(outcome: Group, family: str) -> None:
     facts, logits = alone(outcome, family)
@@ -87,9 +84,6 @@ def test_each_rank_holds_about_half_of_what_is_divided(outcome: Group, family: s
     shares = [facts[family]["weight_bytes"] for facts in outcome.facts]
     assert shares[0] == shares[1]
     assert whole / 2 < shares[0] < whole
-
-
-# --- the group itself -------------------------------------------------------------------------------------
 
 
 def test_the_group_is_proved_by_value(outcome: Group) -> None:

@@ -43,9 +43,6 @@ class Agent:
         return SideChannelExchange(rank, world_size, self.sent.append, self.receive, 15.0)
 
 
-# --- the exchange -----------------------------------------------------------------------------------------
-
-
 def test_rounds_are_numbered_and_answered_with_bytes() -> None:
     agent = Agent(Gathered(1, b"AAAABBBB"), Gathered(2, b""), Gathered(3, b"ab"))
     gather = agent.exchange().factory(1, 2)
@@ -104,9 +101,6 @@ def test_jaccl_that_takes_itself_for_another_rank(rank: int, size: int) -> None:
     assert not agent.sent
 
 
-# --- what JACCL reads -------------------------------------------------------------------------------------
-
-
 def no_factory(rank: int, size: int) -> Any:
     raise AssertionError
 
@@ -138,9 +132,6 @@ def test_nothing_is_left_to_the_environment_of_our_parent() -> None:
     assert fabric().environment(present, 1, "/run/x.json") == gone | ours
     assert fabric(ring=True).environment(present, 1, "/run/x.json") == gone | ours | {"MLX_JACCL_RING": "1"}
     assert fabric(ring=True).environment([], 1, "/run/x.json") == ours | {"MLX_JACCL_RING": "1"}
-
-
-# --- forming ----------------------------------------------------------------------------------------------
 
 
 class Formed:

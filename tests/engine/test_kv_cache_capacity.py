@@ -149,9 +149,6 @@ def test_an_empty_batch_takes_nothing() -> None:
     assert batch_tokens(()) == 0
 
 
-# --- the layout whose steps take least ----------------------------------------------------------------------
-
-
 def chosen(rows: tuple[int, ...], forward: int = 2000, held: int = 0) -> tuple[int, ...]:
     return tuple(room for room, _ in cheapest(laned_layouts(rows, (0,) * len(rows)), rows, forward, held))
 

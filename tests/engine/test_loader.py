@@ -16,7 +16,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import LoneGroup, alone
-from mlxtp.engine.loader import ModelShare, kv_sizes, leaves, load, make_cache, read_config
+from mlxtp.engine.loader import ModelShare, leaves, load, make_cache, read_config
 from mlxtp.engine.mtp_head import read_head
 from mlxtp.errors import Code, ModelError
 from mlxtp.model_files import fingerprint, stray_files
@@ -25,7 +25,7 @@ from mlxtp.models.inspect import weight_bytes
 
 from .families import FAMILIES, OTHERS
 from .mtp_heads import add_head
-from .small_models import change_config, change_weights, split_weights, write_config, write_model
+from .small_models import change_config, change_weights, split_weights, write_model
 
 
 @pytest.fixture
@@ -35,9 +35,6 @@ def folder(tmp_path: Path) -> Path:
 
 def load_alone(folder: Path) -> ModelShare:
     return load(folder, LoneGroup(), lambda: None)
-
-
-# --- whole ------------------------------------------------------------------------------------------------
 
 
 def test_the_embedded_model_says_what_it_is() -> None:
@@ -117,11 +114,6 @@ def test_a_family_may_leave_its_usual_numbers_out(tmp_path: Path) -> None:
     loaded = load_alone(folder)
     assert loaded.vocabulary.size == 262144
     assert loaded.context == 512
-
-
-def test_quantized_weights_load(tmp_path: Path) -> None:
-    loaded = load_alone(write_model(tmp_path / "quantized", quantize=32))
-    assert loaded.weight_bytes < load_alone(write_model(tmp_path / "plain")).weight_bytes / 2
 
 
 def test_the_largest_numbers_are_numbers(folder: Path) -> None:
@@ -219,29 +211,11 @@ def test_the_peak_is_that_of_this_load(folder: Path) -> None:
     assert load_alone(folder).peak_bytes < 10_000_000
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (2 * 2 * 2 * 16 * 4, 0)),
-        (
-            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
-            (2 * 2 * 16 * 4, 128 * 2 * 2 * 16 * 4),
-        ),
-        ({"dtype": mx.bfloat16, "num_hidden_layers": 3}, (3 * 2 * 2 * 16 * 2, 0)),
-    ],
-)
-def test_a_token_of_cache_is_layers_keys_and_values(
-    tmp_path: Path, changes: dict[str, Any], expected: tuple[int, int]
-) -> None:
-    """What a window holds is not counted for each token, but once, with the slots of its ring."""
-    loaded = load_alone(write_model(tmp_path / "model", **changes))
-    assert (loaded.kv_token_bytes, loaded.kv_row_bytes) == expected
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "longcat_flash_ngram", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5", "longcat_flash_ngram", "deepseek_v32"])
 def test_what_a_sequence_holds_is_what_is_counted(tmp_path: Path, family: str) -> None:
-    model = load_alone(write_model(tmp_path / family, model_type=family, **FAMILIES[family])).model
-    per_token, per_row = kv_sizes(model)
+    """What a window holds is not counted for each token, but once, with the slots of its ring."""
+    loaded = load_alone(write_model(tmp_path / family, model_type=family, **FAMILIES[family]))
+    model, per_token, per_row = loaded.model, loaded.kv_token_bytes, loaded.kv_row_bytes
     caches = make_cache(model)
     mx.eval(model(mx.zeros((1, 512), dtype=mx.int32), cache=caches))
     held = sum(cache.nbytes for cache in leaves(caches))
@@ -257,8 +231,6 @@ def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
     assert loaded.kv_token_bytes == 0
     assert loaded.kv_row_bytes > 0
 
-
-# --- broken -----------------------------------------------------------------------------------------------
 
 Break = Callable[[Path], object]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -307,13 +279,17 @@ CODE_OF_ITS_OWN = one_after_the_other(
     written("evil.py", "raise SystemExit('this ran')"), changed(model_file="evil.py")
 )
 A_TENSOR_IS_MISSING = weights(model__layers__1__mlp__up_proj__weight=None)
-NAN, FAR = with_one(mx.nan, (128, 64)), with_one(-mx.inf, (64,), mx.bfloat16)
+NAN = with_one(mx.nan, (128, 64))
 SCALES = weights(model__layers__0__mlp__down_proj__scales=with_one(mx.nan, (64, 4)))
 EMBEDDING = weights(model__embed_tokens__weight=with_one(mx.nan, (512, 64), mx.float16))
 BROKEN: Mapping[str, tuple[Break, list[str]]] = {
     "config cut off": (written(CONFIG, '{"model_type": "llama",'), ["config.json cannot be read"]),
     "config not text": (written(CONFIG, b"\xff\xfe\x00\x80"), ["config.json cannot be read"]),
     "config a list": (written(CONFIG, "[1, 2]"), ["config.json is not a JSON object"]),
+    "config a folder": (
+        one_after_the_other(removed(CONFIG), lambda folder: (folder / CONFIG).mkdir()),
+        ["config.json cannot be read"],
+    ),
     "a file of the index is missing": (
         lambda folder: split_weights(folder, parts=3)[1].unlink(),
         ["lacks 1 of 3", "model-00002-of-00003"],
@@ -330,9 +306,7 @@ BROKEN: Mapping[str, tuple[Break, list[str]]] = {
     ),
     "index of something else": (written(INDEX, '{"weight_map": null}'), ["index.json cannot be read"]),
     "weights cut off": (cut_off(-1000), ["small"]),
-    "weights cut off early": (cut_off(100), ["small"]),
     "weights empty": (written(WEIGHTS, ""), ["small", "model.safetensors is damaged: it is empty"]),
-    "weights garbage": (written(WEIGHTS, struct.pack("<Q", 1 << 60) + b"garbage" * 100), ["small"]),
     "a shape that wraps to nothing": (
         written(WEIGHTS, struct.pack("<Q", len(WRAPS)) + WRAPS.encode()),
         ["model.safetensors is damaged", "norm.weight"],
@@ -350,14 +324,11 @@ BROKEN: Mapping[str, tuple[Break, list[str]]] = {
         weights(model__layers__1__mlp__up_proj__weight=NAN),
         ["1 tensor", "NaN", "model.layers.1.mlp.up_proj.weight"],
     ),
-    "a weight is infinite": (weights(model__norm__weight=FAR), ["infinite", "model.norm.weight"]),
     "an embedding is no number": (EMBEDDING, ["NaN", "model.embed_tokens.weight"]),
     "a scale is no number": (
         one_after_the_other(lambda folder: write_model(folder, quantize=32), SCALES),
         ["NaN", "model.layers.0.mlp.down_proj.scales"],
     ),
-    "fewer layers than weights": (changed(num_hidden_layers=1), ["layers.1", "not in model"]),
-    "more layers than weights": (changed(num_hidden_layers=3), ["Missing", "layers.2"]),
     "a number is missing": (changed(hidden_size=None), ["hidden_size"]),
     "a number is a word": (changed(num_attention_heads="many"), ["small"]),
     "code of its own": (CODE_OF_ITS_OWN, ["custom module"]),
@@ -400,27 +371,6 @@ def test_code_of_a_model_is_refused_despite_any_default_of_mlx_lm(
     monkeypatch.setattr(load_model, "__defaults__", (*defaults[:-1], True))
     with pytest.raises(ModelError, match="custom module"):
         load_alone(folder)
-
-
-def test_a_model_that_cannot_be_read_is_the_same_error(tmp_path: Path) -> None:
-    folder = tmp_path / "unreadable"
-    folder.mkdir()
-    (folder / "config.json").mkdir()
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        load_alone(folder)
-
-
-def test_after_a_refusal_the_next_model_loads(folder: Path, tmp_path: Path) -> None:
-    without = write_model(tmp_path / "without")
-    A_TENSOR_IS_MISSING(without)
-    with pytest.raises(ModelError):
-        load_alone(without)
-    assert load_alone(folder).name == "small"
-
-
-def test_read_config_gives_what_stands_there(tmp_path: Path) -> None:
-    write_config(tmp_path, {"model_type": "llama", "x": [1, {"y": None}]})
-    assert read_config(tmp_path) == {"model_type": "llama", "x": [1, {"y": None}]}
 
 
 @pytest.mark.parametrize("disabled", [False, True])

@@ -48,9 +48,6 @@ def allowed(shaped: mx.array) -> list[set[int]]:
     return [{token for token, is_finite in enumerate(row) if is_finite} for row in finite]
 
 
-# --- grammars ---------------------------------------------------------------------------------------------
-
-
 def guided(grammars: Grammars, kind: str, text: str, left: int = 1000) -> Guided:
     return Guided(grammars.compile(kind, text).matcher(), VOCABULARY, left)
 
@@ -153,9 +150,6 @@ def test_a_grammar_with_no_way_on_says_so_before_any_forward_needs_its_mask(gram
 
     with refused(MlxtpError, Code.GRAMMAR_STUCK):
         go_on()
-
-
-# --- everything else --------------------------------------------------------------------------------------
 
 
 def test_a_row_that_asks_for_nothing_keeps_its_logits() -> None:

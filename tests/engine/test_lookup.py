@@ -1,30 +1,15 @@
-"""Drafts: found where a plain search finds them, right on text that repeats, rare on text that does not."""
+"""Drafts of a lookup: found where a plain search finds them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.engine.lookup import CANDIDATES, LONGEST_MATCH, SHORTEST_MATCH, Lookup
-from mlxtp.engine.payoff import (
-    AT_FIRST,
-    EARNED,
-    MOST_DRAFTED,
-    WIDER,
-    DraftPolicy,
-    Shares,
-    Source,
-    StepKind,
-    bucket,
-    source_of_match,
-)
-
-# --- the lookup, against a plain search ------------------------------------------------------------------
 
 FEW_TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -123,127 +108,3 @@ def test_work_per_token_is_bounded_on_the_worst_of_texts(monkeypatch: pytest.Mon
     for _ in range(5_000):
         lookup.append(rng.randrange(2))
     assert len(compared) <= 5_001 * CANDIDATES
-
-
-# --- a decode loop ---------------------------------------------------------------------------------------
-
-Model = Callable[[Sequence[int]], int]
-"""Greedy: the next token of what has been."""
-
-
-@dataclass
-class Run:
-    tokens: list[int]
-    steps: int = 0
-    lost: float = 0.0  # plain steps that a draft cost more than it gave, without those that gave more
-    accepted: int = 0
-
-
-def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool = True) -> Run:
-    """Decode with drafts that are known one step late: the newest token is still being computed.
-
-    Without `use_match`, they are those of a draft model that knows no better than the lookup.
-    """
-    lookup, policy = Lookup(prompt), DraftPolicy()
-    shares: dict[Source, Shares] = {}
-    run = Run([model(prompt)], steps=1)
-    while len(run.tokens) < count:
-        source: Source = source_of_match(lookup.matched) if use_match else ("draft", 0)
-        options = {source: MOST_DRAFTED} if lookup.matched else {}
-        planned = max(
-            [each[1] for each in policy.plan([(options, shares)], 1, MOST_DRAFTED) if each], default=0
-        )
-        expected = lookup.draft(planned + 1) if planned else ()
-        in_flight = run.tokens[-1]
-        lookup.append(in_flight)
-        draft = expected[1:] if expected[:1] == (in_flight,) else ()
-        if expected and use_match:
-            policy.checked(shares, source, 1, bool(draft))
-        # One forward: what the model says after each fed token, right as far as the draft is.
-        known = [*prompt, *run.tokens]
-        accepted = 0
-        while accepted < len(draft) and model([*known, *draft[:accepted]]) == draft[accepted]:
-            accepted += 1
-        fresh = [*draft[:accepted], model([*known, *draft[:accepted]])]
-        for token in fresh[:-1]:
-            lookup.append(token)
-        run.tokens += fresh
-        run.steps += 1
-        run.accepted += accepted
-        run.lost += max(WIDER * len(draft) - accepted, 0)
-        if draft:
-            policy.checked(shares, source, len(draft), accepted)
-        policy.step(StepKind(1, 1 + bucket(len(draft)) if expected else 0), len(fresh))
-    del run.tokens[count:]
-    return run
-
-
-def plain(model: Model, prompt: Sequence[int], count: int) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens.append(model([*prompt, *tokens]))
-    return tokens
-
-
-def says(text: Sequence[int], prompt: Sequence[int]) -> Model:
-    """A model that answers `prompt` with `text`, over and over."""
-    return lambda known: text[(len(known) - len(prompt)) % len(text)]
-
-
-def markov(seed: int, order: int, vocabulary: int) -> Model:
-    """A model that is sure of itself: the next token is a fixed function of the last `order` tokens."""
-    return lambda known: random.Random(hash((seed, *known[-order:]))).randrange(vocabulary)
-
-
-@given(
-    st.integers(0, 1000),
-    st.integers(1, 4),
-    st.integers(2, 6),
-    st.lists(st.integers(0, 5), min_size=1, max_size=30),
-)
-@settings(max_examples=60)
-def test_drafts_change_no_token(seed: int, order: int, vocabulary: int, prompt: list[int]) -> None:
-    """Greedy output is the same with and without drafts, for any model and any drafts."""
-    model = markov(seed, order, vocabulary)
-    assert decode(model, prompt, 80).tokens == plain(model, prompt, 80)
-
-
-def text_of(words: int, seed: int) -> list[int]:
-    """Text in which some words are far more common than others, as in any language."""
-    rng = random.Random(seed)
-    common = [1 / (rank + 3) for rank in range(5_000)]
-    return rng.choices(range(5_000), common, k=words)
-
-
-def test_copied_text_takes_a_tenth_of_the_steps() -> None:
-    text = text_of(1_000, 1)
-    run = decode(says(text, [*text, 1, 2]), [*text, 1, 2], 1_000)
-    assert run.tokens == text
-    assert run.steps < 100
-
-
-def test_text_copied_with_changes_takes_half_of_the_steps() -> None:
-    text = text_of(1_000, 1)
-    rng = random.Random(2)
-    changed = [6_000 if rng.random() < 0.03 else token for token in text]
-    run = decode(says(changed, text), text, 1_000)
-    assert run.tokens == changed
-    assert run.steps < 500
-
-
-@pytest.mark.parametrize("use_match", [True, False])
-@pytest.mark.parametrize(
-    "text",
-    [
-        random.Random(4).choices(range(512), k=3_000),
-        random.Random(5).choices(range(2), k=3_000),
-        random.Random(6).choices(range(10), k=3_000),
-        text_of(3_000, 7),
-    ],
-    ids=["512 tokens", "2 tokens", "10 tokens", "words"],
-)
-def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: bool) -> None:
-    """Its loss is bounded by the steps and what right drafts have gained."""
-    run = decode(says(text, text[:500]), text[:500], 2_500, use_match=use_match)
-    assert run.lost <= AT_FIRST + 1 + EARNED * run.steps + run.accepted
-    assert run.lost < 0.03 * run.steps + run.accepted

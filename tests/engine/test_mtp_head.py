@@ -324,9 +324,6 @@ def test_a_head_is_seen_without_mlx(folders: Any, tmp_path: Path, family: str) -
     assert not has_mtp_head(write_model(tmp_path / "none", model_type=family), config)
 
 
-# --- files ------------------------------------------------------------------------------------------------
-
-
 def with_tensors(source: Path, folder: Path, **changes: mx.array | None) -> Path:
     """Return a copy of a folder, some tensors of whose head are others; None leaves one out."""
     shutil.copytree(source, folder)

@@ -252,16 +252,6 @@ def test_text_that_is_copied_soon_has_long_drafts(cost: float) -> None:
     assert world.rate(300) > 0.95 * world.best()
 
 
-@pytest.mark.parametrize("success", [(0.6, 0.5, 0.4, 0.3, 0.2), (0.3, 0.2, 0.1, 0.1, 0.1), BADLY])
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_prose_is_hardly_slower_with_drafts_than_without(
-    success: Sequence[float], noise: float, rows: int
-) -> None:
-    world = World(CHEAP, {"mtp": 0.001}, [{HEAD: success, ("lookup", 0): BADLY}] * rows, noise, 2.0, most=3)
-    assert world.run(1500).seconds < 1.03 * world.plain_s
-
-
 def test_phases_of_a_text_are_followed() -> None:
     """Half of the time it copies its prompt, and otherwise a head is right in a third of its drafts."""
     world = World(CHEAP, {"mtp": 0.001}, [], most=16)
@@ -369,11 +359,6 @@ def test_a_first_slow_step_is_a_loss_once_another_one_was_slow() -> None:
         assert policy.allowance == pytest.approx(before + EARNED + gained)
 
 
-def test_it_decides_alike_when_it_is_told_the_same() -> None:
-    one, other = (World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}] * 3, noise=0.2, most=8) for _ in range(2))
-    assert one.run(200).plans == other.run(200).plans
-
-
 def test_a_source_is_suspended_while_it_may_not_be_asked() -> None:
     """Its pause may be over by then: an MTP head would get entries that are never read."""
     policy = World(costs(0.6, 0.5), {"mtp": 0.002}, [{HEAD: BADLY}]).run(2000).policy
@@ -416,9 +401,6 @@ def test_success_that_is_told_between_plain_steps_is_weighed() -> None:
 def test_the_cost_without_drafts_is_measured_again_now_and_then() -> None:
     played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(2 * LONGEST_PAUSE)
     assert sum(not plan for plan in played.plans[-LONGEST_PAUSE:]) == FEW + 1, "one still waits"
-
-
-# --- costs -----------------------------------------------------------------------------------------------
 
 
 def known_costs(rows: int = 1, plain_s: float = 1.0) -> StepCosts:

@@ -214,9 +214,6 @@ def test_placement_knows_which_stages_can_be(ruled: Mapping[str, tuple[Path, Mod
         assert shape.rules.latest(total, ranks) == latest
 
 
-# --- what a trace sees --------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +341,6 @@ def test_layers_that_are_given_positions_need_caches_that_count_them() -> None:
 
 FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bf16": ("llama", {"dtype": mx.bfloat16}),
-    "dense 4bit": ("llama", {"quantize": 32, "dtype": mx.bfloat16}),
     "dense 4bit untied": ("qwen3", {"quantize": 32, "tie_word_embeddings": False}),
     "experts 4bit": ("qwen3_moe", {"quantize": 32, "dtype": mx.bfloat16}),
     "compressed keys 8bit": ("deepseek_v3", {"quantize": 32, "bits": 8, "dtype": mx.bfloat16}),
@@ -389,20 +385,6 @@ def test_a_model_with_more_between_its_layers_than_hidden_states_is_refused(
         pipeline(folder, (2, 2))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_each_weight_is_on_the_stages_that_need_it(tmp_path: Path, tied: bool) -> None:
-    folder = write_model(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)
-    models, stages = pipeline(folder, (1, 1, 2))
-    assert [stage.layers for stage in stages if stage] == [(0, 1), (2,), (3,)]
-    names = [{name for name, _ in _weights(model)} for model in models]
-    embeds = [any("embed_tokens" in name for name in found) for found in names]
-    heads = [any("lm_head" in name for name in found) for found in names]
-    assert embeds == [True, False, tied]
-    assert heads == [False, False, not tied]
-    whole, _ = load_model(folder)
-    assert kv_sizes(models[0])[0] == kv_sizes(whole)[0] // 2
-
-
 def _weights(model: Any) -> list[tuple[str, mx.array]]:
     from mlx.utils import tree_flatten
 
@@ -413,9 +395,6 @@ def _weights(model: Any) -> list[tuple[str, mx.array]]:
 def test_a_wrong_split_is_refused_with_its_numbers(split: tuple[int, ...]) -> None:
     with refused(ModelError, Code.MODEL_NOT_DIVISIBLE, "this model has 4 layers, and the group 2 ranks"):
         check_split(split, 2, 4)
-
-
-# --- messages ---------------------------------------------------------------------------------------------
 
 
 def test_hidden_states_of_another_forward_are_found() -> None:
@@ -535,13 +514,3 @@ def test_rank_0_sends_the_next_chunk_of_a_prompt_before_it_waits_for_the_one_on_
     border.flush(2)
     border.supply(2, ())
     assert held(border) == [3]
-
-
-def test_without_a_stage_nothing_is_received_and_nothing_is_held() -> None:
-    border = Border(None, None)  # type: ignore[arg-type]
-    received = border.expect(1, 5)
-    assert received.given is received.number is None
-    array = mx.ones((3,)) * 2
-    border.submit(1, received, array)
-    border.flush()
-    assert array.tolist() == [2, 2, 2]

@@ -70,8 +70,6 @@ def test_only_the_next_tokens_of_a_prompt_were_waited_for() -> None:
     assert times.waiting_s == 0.5, "other requests came when they came"
 
 
-# --- real ranks -------------------------------------------------------------------------------------------
-
 LAYERS = 10
 
 

@@ -99,9 +99,6 @@ def decode(runner: Runner, uid: int, start: int, count: int) -> list[int]:
     return [step(runner, {uid: start + i})[0][0] for i in range(count)]
 
 
-# --- tokens -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_steps_follow_a_prefill(folder: Path, compiled: bool) -> None:
     runner = runner_of(folder, compiled=compiled)
@@ -109,18 +106,6 @@ def test_steps_follow_a_prefill(folder: Path, compiled: bool) -> None:
     assert tuple(said) == reference(PROMPT, 101, folder)
     assert runner.forwards == 101
     assert runner.stop(1, 0) == 101
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_rows_say_together_what_they_say_alone(tmp_path: Path, family: str) -> None:
-    folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
-    runner = runner_of(folder)
-    said = {1: [prefill(runner, 1, PROMPT)], 2: [prefill(runner, 2, OTHER)]}
-    for i in range(12):
-        for uid, (token,) in zip((1, 2), step(runner, {1: 8 + i, 2: 5 + i}), strict=True):
-            said[uid].append(token)
-    assert tuple(said[1]) == reference(PROMPT, 13, folder)
-    assert tuple(said[2]) == reference(OTHER, 13, folder)
 
 
 def test_the_end_of_a_long_prompt_is_read_beside_a_whole_one(tmp_path: Path) -> None:
@@ -165,27 +150,6 @@ def test_graphs_that_are_used_stay_and_the_oldest_goes(monkeypatch: pytest.Monke
     for room in (1, 2, 1, 3, 1):
         graphs.run(((1, 1, room, 64, 1),), (), (mx.array(1),), again=True)
     assert [key[0][0][2] for key in graphs._graphs] == [3, 1]
-
-
-def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:
-    first = runner.run(of_prompt(1, 0, 8, PROMPT[:3]))
-    assert (first.rows, first.widths) == ((), ())
-    assert first.tokens.tolist() == [[0]]
-    token = prefill(runner, 1, PROMPT, offset=3)
-    assert (token, *decode(runner, 1, 8, 5)) == reference(PROMPT, 6, folder)
-    assert runner.stop(1, 0) == 7
-
-
-def test_drafts_are_checked_in_one_forward_and_rolled_back(folder: Path, runner: Runner) -> None:
-    right = reference(PROMPT, 12, folder)
-    assert prefill(runner, 1, PROMPT) == right[0]
-    wrong = (right[3] + 1) % 512
-    (chosen,) = step(runner, {1: 8}, widths=(4,), tokens=(right[0], right[1], right[2], wrong))
-    assert tuple(chosen[:3]) == right[1:4]
-    # The wrong one is fed again as it should have been.
-    (chosen,) = step(runner, {1: 11}, widths=(1,), tokens=(right[3],))
-    assert chosen == [right[4]]
-    assert tuple(decode(runner, 1, 12, 3)) == right[5:8]
 
 
 def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) -> None:
@@ -295,9 +259,6 @@ def test_only_the_logits_that_a_choice_needs_are_gathered(
     assert shapes == [((1, 1, 512), (2,), (1,)), ((2, 2, 512), (1, 2), (2, 1))]
 
 
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("take", [True, False])
 def test_a_kept_cache_is_started_from(folder: Path, runner: Runner, take: bool) -> None:
     prefill(runner, 1, PROMPT)
@@ -396,17 +357,6 @@ def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all
     runner.stop(3, 8)
     with pytest.raises(GroupError, match="after 7 tokens of sequence 3; this rank keeps 8"):
         prefill(runner, 4, PROMPT, offset=7, source=3)
-
-
-def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
-    assert runner.kv_bytes() == 0
-    begun(runner, PROMPT, OTHER)
-    both = runner.kv_bytes()
-    runner.stop(2, 0)
-    runner.stop(1, 8)
-    assert 0 < runner.kv_bytes() < both
-    runner.evict((1,))
-    assert runner.kv_bytes() == 0
 
 
 def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
@@ -543,9 +493,6 @@ def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> Non
     assert [runner.kept.held(uid)[1] for uid in range(1, 6)] == [0, 0, 7, 5, 0]
 
 
-# --- what is refused --------------------------------------------------------------------------------------
-
-
 def test_other_rows_are_refused(runner: Runner) -> None:
     begun(runner, PROMPT, OTHER)
     for positions in ({1: 8}, {2: 5, 1: 8}, {1: 8, 3: 5}):
@@ -572,9 +519,6 @@ def test_at_most_what_the_last_step_fed_is_rolled_back(runner: Runner, position:
     else:
         with pytest.raises(GroupError, match="from 9 to 11"):
             step(runner, {1: position}, widths=(1,), tokens=(3,))
-
-
-# --- any course -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -39,9 +39,6 @@ def positions(rows: int, columns: int = 1, first: int = 0) -> mx.array:
     return mx.arange(first, first + rows * columns, dtype=mx.int32).reshape(rows, columns)
 
 
-# --- the generator ----------------------------------------------------------------------------------------
-
-
 def threefry(key: Sequence[int], counter: Sequence[int]) -> tuple[int, int]:
     """Threefry-2x32-20 on plain integers, as its authors define it."""
     word = 0xFFFFFFFF
@@ -87,33 +84,6 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     spread = 2 / (9 * degrees)
     return float(((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
 
-
-@pytest.mark.parametrize("purpose", [0, 1])
-def test_numbers_are_uniform_over_positions_and_over_seeds(purpose: int) -> None:
-    one_seed = np.array(uniforms(stream_keys([7]), positions(1, 50_000)))[0, :, purpose]
-    many_seeds = np.array(uniforms(stream_keys(range(50_000)), mx.full((50_000, 1), 3)))[:, 0, purpose]
-    for numbers in (one_seed, many_seeds):
-        assert 0 <= numbers.min() < 0.001
-        assert 0.999 < numbers.max() < 1
-        counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
-        assert chi_square(counts, np.full(100, 500.0)) < 4
-
-
-def test_neighbouring_seeds_positions_and_purposes_are_independent() -> None:
-    numbers = np.array(uniforms(stream_keys(range(200)), mx.broadcast_to(mx.arange(250), (200, 250))))
-    draws, coins = numbers[..., 0], numbers[..., 1]
-    pairs = (
-        (draws[1:], draws[:-1]),
-        (draws[:, 1:], draws[:, :-1]),
-        (draws[1:, :-1], draws[:-1, 1:]),
-        (draws, coins),
-    )
-    for one, other in pairs:
-        counts = np.histogram2d(one.ravel(), other.ravel(), bins=10, range=((0, 1), (0, 1)))[0].ravel()
-        assert chi_square(counts, np.full(100, one.size / 100)) < 4
-
-
-# --- filters, against mlx-lm's ----------------------------------------------------------------------------
 
 FILTERS = st.builds(
     Sampling,
@@ -183,9 +153,6 @@ def test_a_top_k_larger_than_the_vocabulary_keeps_all() -> None:
     assert np.isfinite(np.array(kept)).all()
 
 
-# --- choosing ---------------------------------------------------------------------------------------------
-
-
 def test_greedy_rows_take_the_most_likely_and_the_lowest_among_equals() -> None:
     logits = mx.array([[[0.0, 5.0, 5.0, 1.0]], [[9.0, 1.0, 9.0, 9.0]]])
     sampler = Sampler((Sampling(), Sampling(top_p=0.5, top_k=1)))
@@ -250,9 +217,6 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     rows = tuple(Sampling(temperature, seed=i) for i in range(20))
     chosen = Sampler(rows).choose(logits, mx.zeros((20,), dtype=mx.int32))
     assert chosen.tolist() == mx.argmax(logits, axis=-1).tolist()
-
-
-# --- drawing ----------------------------------------------------------------------------------------------
 
 
 def drawn(row: Sampling, logits: mx.array, count: int) -> Counter[int]:
@@ -344,21 +308,6 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share() -> None:
         assert token / LARGE_VOCABULARY == pytest.approx(place, abs=0.02)
 
 
-def test_a_batch_with_a_large_vocabulary_draws_only_what_survives() -> None:
-    rows = tuple(
-        Sampling(1.0, top_p=p, top_k=k, seed=i) for i, (p, k) in enumerate([(0.3, 0), (1.0, 3), (0.9, 9)])
-    )
-    logits = random_logits(11, 3, 2, LARGE_VOCABULARY).astype(mx.bfloat16)
-    sampler = Sampler(rows)
-    kept = np.array(sampler.filter(logits, mx.ones((3, 2, 1))))
-    tokens = np.array(sampler.choose(logits, mx.array([5, 6, 7])))
-    assert np.isfinite(np.take_along_axis(kept, tokens[..., None], axis=-1)).all()
-    assert np.isfinite(kept[1]).sum(axis=-1).tolist() == [3, 3]
-
-
-# --- shaping ----------------------------------------------------------------------------------------------
-
-
 def reference(
     logits: np.ndarray, shaping: Shaping, prompt: Sequence[int], answer: Sequence[int], eos: Sequence[int]
 ) -> np.ndarray:
@@ -414,33 +363,6 @@ def test_shaping_is_what_plain_code_says(
     np.testing.assert_array_equal(again[0], got[0])
 
 
-@pytest.mark.parametrize(
-    ("shaping", "prompt", "answer"),
-    [
-        # Of penalties but that for repetition, mlx-lm counts a prompt's tokens too.
-        (Shaping(1.2, 0.6, 0.25, (7, 40), (2.5, -3.0)), [], [3, 3, 7, 12, 3, 7]),
-        (Shaping(repetition_penalty=1.5), [1, 2, 3, 2], [9, 1]),
-    ],
-)
-def test_penalties_and_bias_are_those_of_mlx_lm(
-    shaping: Shaping, prompt: list[int], answer: list[int]
-) -> None:
-    processors = theirs.make_logits_processors(
-        dict(zip(shaping.bias_tokens, shaping.bias_values, strict=True)), shaping.repetition_penalty, 1000,
-        presence_penalty=shaping.presence_penalty, presence_context_size=1000,
-        frequency_penalty=shaping.frequency_penalty, frequency_context_size=1000,
-    )  # fmt: skip
-    shaper = Shaper(shaping, prompt, VOCABULARY, ())
-    for token in answer:
-        shaper.advance(mx.array([token]))
-    logits = random_logits(12, 1, VOCABULARY)
-    expected = mx.array(logits)
-    for processor in processors:
-        expected = processor(mx.array(prompt + answer), expected)
-    got = shaper.apply(logits, generated=len(answer), mask=None)
-    np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-6, atol=1e-6)
-
-
 def allowed(*tokens: int) -> np.ndarray:
     mask = np.zeros(8, dtype=bool)
     mask[list(tokens)] = True
@@ -475,9 +397,6 @@ def test_an_end_that_is_all_the_grammar_allows_comes_early() -> None:
 def test_bias_and_ends_outside_the_vocabulary_are_ignored() -> None:
     shaper = Shaper(Shaping(bias_tokens=(99,), bias_values=(5.0,), min_tokens=1), (), 8, (99,))
     assert shaper.apply(mx.zeros((1, 8)), generated=0, mask=None).tolist() == [[0.0] * 8]
-
-
-# --- log-probabilities --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])

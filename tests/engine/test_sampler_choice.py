@@ -90,14 +90,6 @@ def test_scores_are_for_those_who_asked(logits: mx.array, broadcast: bool) -> No
     assert top[:, 0].tolist() == mx.argmax(logits[1], axis=-1).tolist()
 
 
-def test_a_draw_goes_by_position_in_any_column(logits: mx.array) -> None:
-    chooser = Chooser(LoneGroup(), LogitShaping())
-    same = mx.broadcast_to(logits[:1, :1], (2, 3, VOCABULARY))
-    apart = mx.array([10, 11], dtype=mx.int32)
-    tokens, _ = chooser.choose(same, (1, 2), (3, 3), (HOT, HOT), apart, broadcast=False)
-    assert tokens[0, 1:].tolist() == tokens[1, :2].tolist()
-
-
 def test_other_rows_have_other_settings(logits: mx.array) -> None:
     """State that is kept from step to step belongs to these rows only."""
     chooser = Chooser(LoneGroup(), LogitShaping())

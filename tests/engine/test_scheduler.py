@@ -119,12 +119,9 @@ def chunks_of(simulation: Simulation, request: int) -> list[Any]:
     return [chunk for chunk in simulation.prefills() if chunk.request == request]
 
 
-# --- courses ----------------------------------------------------------------------------------------------
-
-
 def played(course: str, **set_up: Any) -> Simulation:
-    """`3+20 t2 2x12+1 c1 | end`: a prompt of 3 tokens for 20 new ones, two turns of the loop, two prompts of
-    12 for 1, the first one's cancel; what comes then counts, until nothing is left to do.
+    """`3+20 t2 2x12+1b c1 | end`: a prompt of 3 tokens for 20 new ones, two turns of the loop, two prompts of
+    12 for 1, of a batch, the first one's cancel; what comes then counts, until nothing is left to do.
     """
     simulation = Simulation(**set_up)
     for word in course.split():
@@ -137,7 +134,7 @@ def played(course: str, **set_up: Any) -> Simulation:
         else:
             times, _, sizes = word.rpartition("x")
             for _ in range(int(times or 1)):
-                simulation.add(*map(int, sizes.split("+")))
+                simulation.add(*map(int, sizes.removesuffix("b").split("+")), batch=sizes[-1] == "b")
     return simulation
 
 
@@ -187,9 +184,6 @@ def test_moves(of: str) -> None:
     assert found.startswith(moves.removesuffix("...")) if moves.endswith("...") else found == moves
 
 
-# --- one request ------------------------------------------------------------------------------------------
-
-
 @RUN_AHEAD
 @pytest.mark.parametrize("n", [1, 2, 5, 64])
 def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -> None:
@@ -216,24 +210,6 @@ def test_an_end_token(says: tuple[int, ...], limit: int, run_ahead: int, moves: 
     assert (request.tokens, request.ends) == ([*says[:-1]], [Finished(1, "stop", len(says), forwards)])
 
 
-def test_a_request_that_ignores_the_end_token_goes_on() -> None:
-    _, request = asked({}, 3, 4, (7, EOS, 8), ignore_eos=True)
-    assert request.tokens[:3] == [7, EOS, 8]
-    assert request.ends == [Finished(1, "length", 4, 4)]
-
-
-def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
-    simulation, request = asked({"prefill_chunk": 4}, 10, 1)
-    chunks = simulation.prefills()
-    found = [(c.offset, len(c.tokens), c.total, c.last, c.cached) for c in chunks]
-    assert found == [(0, 4, 10, False, 0), (4, 4, 10, False, 0), (8, 2, 10, True, 0)]
-    assert tuple(token for c in chunks for token in c.tokens) == request.prompt
-
-
-def test_nothing_to_do_is_none() -> None:
-    assert Simulation().scheduler.next() is None
-
-
 def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() -> None:
     scheduler = Scheduler(Policy(frozenset()))
     scheduler.add(Generate(1, (5, 6, 7, 8), 3, answered=2))
@@ -241,8 +217,6 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
     assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), False)
     assert scheduler.record((9,)) == [SampledToken(1, 2, 9), Finished(1, "length", 3, 1)]
 
-
-# --- how ranks choose -------------------------------------------------------------------------------------
 
 GREEDY: dict[str, Any] = {}
 WARM, SHAPED = {"sampling": Sampling(0.7)}, {"shaping": Shaping(presence_penalty=1.0)}
@@ -302,9 +276,6 @@ def test_exchange_and_agreement_of_rows_that_run_together(
     assert [(move.gathered, move.agreement) for move in moves if isinstance(move, Forward)] == expected
 
 
-# --- several requests -------------------------------------------------------------------------------------
-
-
 def test_a_newcomer_waits_no_longer_than_the_others() -> None:
     simulation = played("3+9 50+9 t4", prefill_chunk=100, chunk_beside=4)
     assert sketch(simulation.frames) == "P1 P2 D1 P2"
@@ -317,28 +288,9 @@ def test_chunks_of_a_long_prompt_shrink_where_attention_holds_their_scores() -> 
     assert {len(c.tokens) for c in chunks if not c.last} == {1024, 512, 256, 128, 64}
 
 
-def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() -> None:
-    beginning = tuple(range(100, 8100))
-    simulation = Simulation(prefixes=True, together=256, prefill_chunk=256, scores=64 * 8200)
-    simulation.add((*beginning, 1), max_tokens=1)
-    simulation.drain()
-    simulation.frames.clear()
-    for end in range(4):
-        simulation.add((*beginning, *[end] * 40), max_tokens=1)
-    assert "P(" not in sketch(finish(simulation).frames)
-
-
 def test_costs_of_drafts_are_those_of_the_longest_row() -> None:
     simulation = played("40+9 5000+9 end")
     assert simulation.scheduler.speculation.choice.costs.context == 3
-
-
-def test_at_most_a_few_prompts_are_under_way() -> None:
-    simulation = played(f"{MAX_PREFILLING + 2}x12+1", prefill_chunk=4)
-    for _ in range(40):
-        simulation.tick()
-        assert len(simulation.ranks.prefilling) <= MAX_PREFILLING
-    finish(simulation)
 
 
 def test_a_prompt_of_one_chunk_waits_for_no_long_ones_however_many_are_being_read() -> None:
@@ -346,14 +298,7 @@ def test_a_prompt_of_one_chunk_waits_for_no_long_ones_however_many_are_being_rea
     *_, short, another = simulation.requests.values()
     assert short.tokens
     assert not another.tokens
-
-
-def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
-    simulation, _ = asked({"run_ahead": 0}, 1, 9, (7, EOS), others=[(1, 4), (1, 4)])
-    assert sketch(simulation.frames) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
-
-
-# --- whose turn it is -------------------------------------------------------------------------------------
+    assert len(simulation.ranks.prefilling) == MAX_PREFILLING
 
 
 def beginnings(simulation: Simulation) -> list[int]:
@@ -367,132 +312,69 @@ def line_up(
     return [simulation.add(prompt=1, max_tokens=tokens, **wants).uid for _ in range(count)]
 
 
-@cases(
-    "queue, turns",
-    {
-        "each served in its order": ([(7, 6), (8, 3), (9, 1)], [1, 7, 10, 2, 8, 3, 9, 4, 5, 6]),
-        # One that names a new user with each request gets the share of one that names none.
-        "users take those of their client alone": (
-            [(7, 4, 1), (8, 3), (7, 2, 2), *((9, 1, user) for user in range(10, 14))],
-            [1, 5, 10, 8, 6, 11, 2, 7, 12, 9, 13, 3, 4],
-        ),
-    },
-)
-def test_clients_take_turns(queue: list[tuple[int, ...]], turns: list[int]) -> None:
+def in_turn(course: str) -> list[int]:
+    """`8 7/1bx3 @2 c1-2`: requests of client 8, and of client 7's user 1 three for a batch; turns of the loop
+    until two have begun; cancels. Returns the requests in the order of their beginnings, one at a time.
+    """
     simulation = Simulation(max_rows=1)
-    for row in queue:
-        line_up(simulation, *row)
-    assert beginnings(finish(simulation)) == turns
-
-
-def test_a_client_with_many_requests_does_not_hold_up_one_with_one() -> None:
-    simulation = Simulation(max_rows=2)
-    line_up(simulation, 7, 20, tokens=3)
-    simulation.ticks(3)
-    assert beginnings(simulation) == [1, 2]
-    line_up(simulation, 8, 1, tokens=3)
-    assert beginnings(finish(simulation))[:4] == [1, 2, 21, 3]
-
-
-@pytest.mark.parametrize("batch", [False, True])
-def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_are(batch: bool) -> None:
-    simulation = Simulation(max_rows=1)
-    for _ in range(9):
-        line_up(simulation, 8, 1, user=1)
-        simulation.drain()
-    for user in (1, 1, 1, 2, 3):
-        line_up(simulation, 7, 1, user=user, batch=batch)
-    assert beginnings(finish(simulation))[9:] == [10, 13, 14, 11, 12]
-
-
-@pytest.mark.parametrize("batch", [False, True])
-def test_a_client_with_many_requests_does_not_starve_the_others(batch: bool) -> None:
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 4, batch=batch)
-    waiting = {client: line_up(simulation, client, 1, batch=batch) for client in (8, 9, 10)}
-    while len(beginnings(simulation)) < 16:
-        simulation.tick()
-        for client, (uid,) in waiting.items():
-            if simulation.requests[uid].ends:
-                waiting[client] = line_up(simulation, client, 1, batch=batch)
-    assert set(beginnings(simulation)) >= {1, 2, 3, 4}
-
-
-def test_what_a_client_cancelled_is_not_held_against_it() -> None:
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 8, 1, tokens=9)
-    simulation.tick()
-    given_up, others = line_up(simulation, 7, 9), line_up(simulation, 8, 3)
-    for uid in given_up:
-        simulation.cancel(uid)
-    late = line_up(simulation, 7, 1)
+    for word in course.split():
+        if word[0] == "@":
+            while len(beginnings(simulation)) < int(word[1:]):
+                simulation.tick()
+        elif word[0] == "c":
+            for uid in numbers(word[1:]):
+                simulation.cancel(uid)
+        else:
+            whose, _, count = word.partition("x")
+            client, _, user = whose.removesuffix("b").partition("/")
+            line_up(simulation, int(client), int(count or 1), int(user or 0), batch=whose[-1] == "b")
     simulation.drain()
-    assert beginnings(simulation) == [1, *late, *others]
+    return beginnings(simulation)
 
 
-@cases(
-    "interactive, turns",
-    {
-        "none waits": (0, [1, 2, 7, 3, 4, 5, 6]),
-        "some wait": (3, [1, 8, 9, 10, 2, 7, 3, 4, 5, 6]),
-        "more wait than may overtake": (
-            2 * MOST_OVERTAKING,
-            [1, *range(8, 15), 2, *range(15, 23), 7, 23, 3, 4, 5, 6],
-        ),
-    },
-)
-def test_batch_requests_wait_for_interactive_ones_but_not_for_ever(
-    interactive: int, turns: list[int]
-) -> None:
-    """The first begins while the batch ones of two clients wait, which take turns of their own."""
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 1)
-    line_up(simulation, 7, 5, batch=True)
-    line_up(simulation, 8, 1, batch=True)
-    line_up(simulation, 7, interactive)
-    assert beginnings(finish(simulation)) == turns
+def numbers(words: str) -> list[int]:
+    ends = [word.partition("-") for word in words.split()]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
-def test_users_take_turns_in_their_class() -> None:
-    simulation = Simulation(max_rows=1)
-    for user, batch in ((1, False), (1, True), (1, False), (1, True), (2, True), (2, False)):
-        line_up(simulation, 7, 1, user, batch=batch)
-    assert beginnings(finish(simulation)) == [1, 6, 3, 2, 5, 4]
+TURNS = """
+clients take turns, each served in its order
+  7x6 8x3 9; 1 7 10 2 8 3 9 4-6
+users take those of their client alone, and one for each request gains nothing
+  7/1x4 8x3 7/2x2 9/10 9/11 9/12 9/13; 1 5 10 8 6 11 2 7 12 9 13 3 4
+a new user takes a turn of its client however busy other clients' users are
+  8/1x9 @9 7/1x3 7/2 7/3; 1-9 10 13 14 11 12
+and among batch requests
+  8/1bx9 @9 7/1bx3 7/2b 7/3b; 1-9 10 13 14 11 12
+a client with many requests is not starved by others that come again and again
+  7x4 8 9 @3 8 9 @5 8 9 @7 8 9; 1 5 6 2 7 8 3 9 10 4 11 12
+nor by batch requests of others
+  7bx4 8b 9b @3 8b 9b @5 8b 9b @7 8b 9b; 1 5 6 2 7 8 3 9 10 4 11 12
+what a client cancelled is not held against it
+  8 @1 7x9 8x3 c2-10 7; 1 14 11-13
+batch requests do not wait where no other does
+  7 7bx5 8b; 1 2 7 3-6
+they wait for interactive ones
+  7 7bx5 8b 7x3; 1 8-10 2 7 3-6
+but not for ever
+  7 7bx5 8b 7x16; 1 8-14 2 15-22 7 23 3-6
+users take turns in their class
+  7/1 7/1b 7/1 7/1b 7/2b 7/2; 1 6 3 2 5 4
+a user's turns count once they have begun
+  7/1x5 @2 7/2x3; 1 2 6 3 7 4 8 5
+those of batch requests, too
+  7/1bx5 @2 7/2bx3; 1 2 6 3 7 4 8 5
+turns of one class are none of the other
+  7/1 @1 7/1bx3 7/2x4 @5 8b 7/2b; 1 5-8 2 9 10 3 4
+a cancelled batch request takes its turn with it
+  7bx3 8x24 @8 c1; 4-19 2 20-27 3
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_a_user_s_turns_count_once_they_have_begun(batch: bool) -> None:
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 5, user=1, batch=batch)
-    while len(beginnings(simulation)) < 2:
-        simulation.tick()
-    line_up(simulation, 7, 3, user=2, batch=batch)
-    assert beginnings(finish(simulation)) == [1, 2, 6, 3, 7, 4, 8, 5]
-
-
-def test_turns_of_one_class_are_none_of_the_other() -> None:
-    """Interactive requests of a client and its user begin while batch ones of both wait."""
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 1, user=1, tokens=20)
-    simulation.ticks(2)
-    line_up(simulation, 7, 3, user=1, batch=True)
-    line_up(simulation, 7, 4, user=2)
-    while len(beginnings(simulation)) < 5:
-        simulation.tick()
-    line_up(simulation, 8, 1, batch=True)
-    line_up(simulation, 7, 1, user=2, batch=True)
-    assert beginnings(finish(simulation))[5:] == [2, 9, 10, 3, 4]
-
-
-def test_a_cancelled_batch_request_takes_its_turn_with_it() -> None:
-    simulation = Simulation(max_rows=1)
-    line_up(simulation, 7, 3, batch=True)
-    line_up(simulation, 8, 3 * MOST_OVERTAKING)
-    while len(beginnings(simulation)) < MOST_OVERTAKING:
-        simulation.tick()
-    simulation.cancel(1)
-    simulation.drain()
-    assert beginnings(simulation) == [*range(4, 20), 2, *range(20, 28), 3]
+@cases("of", dict(zip(TURNS[::2], TURNS[1::2], strict=True)))
+def test_turns(of: str) -> None:
+    course, turns = of.split(";")
+    assert in_turn(course) == numbers(turns)
 
 
 def test_a_batch_prompt_under_way_is_none_that_waits() -> None:
@@ -505,9 +387,6 @@ def test_a_batch_prompt_under_way_is_none_that_waits() -> None:
     line_up(simulation, 7, 1, batch=True)
     line_up(simulation, 8, 12)
     assert beginnings(finish(simulation))[6:] == [*range(8, 16), 7, *range(16, 20)]
-
-
-# --- cancelling -------------------------------------------------------------------------------------------
 
 
 @cases(
@@ -527,14 +406,6 @@ def test_a_cancel(prompt: int, limit: int, ticks: int, came: int, forwards: int,
     simulation.drain()
     assert (sketch(simulation.frames), request.indices) == (moves, list(range(came)))
 
-
-def test_cancel_after_the_end_is_nothing() -> None:
-    simulation, request = asked({}, 3, 2)
-    assert simulation.cancel(1) is simulation.cancel(99) is None
-    assert [end.reason for end in request.ends] == ["length"]
-
-
-# --- drafts -----------------------------------------------------------------------------------------------
 
 VERSE = (11, 12, 13, 14, 15, 16, 17, 18)
 NEW = tuple(range(2000, 2200))
@@ -584,6 +455,11 @@ def test_an_end_token_among_drafts_is_the_end(run_ahead: int) -> None:
     assert request.ends[0].forwards < len(VERSE)
 
 
+def test_a_forced_end_token_is_the_end() -> None:
+    says = (50, 51, EOS, 52)
+    check_answer(asked({}, 3, 40, says, guide=FakeGuide(says, frozenset({1, 2, 3})))[1])
+
+
 @pytest.mark.parametrize("guided", [False, True])
 def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide(guided: bool) -> None:
     """Steps of a row with a grammar never run ahead, and yet are what its drafts have to beat."""
@@ -631,12 +507,6 @@ def test_drafts_never_go_past_the_limit() -> None:
         steps = zip(decodes(simulation.frames), widths(simulation.frames), strict=True)
         most = max((step.positions[0] + width for step, width in steps), default=0)
         assert most <= len(request.prompt) + limit - 1
-
-
-def test_rows_with_and_without_drafts_go_together() -> None:
-    simulation, _ = asked({"drafts": True}, VERSE * 3, 40, VERSE * 5, others=[(5, 40, NEW[:40])])
-    check_answers(simulation)
-    assert any(len(set(move.widths)) > 1 for move in decodes(simulation.frames))
 
 
 def test_what_only_rank_0_can_choose_is_drafted() -> None:
@@ -713,14 +583,6 @@ def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
     assert RESTS in asked
 
 
-@RUN_AHEAD
-def test_a_drafter_proposes_where_nothing_is_found(run_ahead: int) -> None:
-    set_up = {"drafts": True, "drafter": Parrot(NEW), "run_ahead": run_ahead}
-    _, request = asked(set_up, 3, 40, NEW)
-    check_answer(request)
-    assert request.ends[0].accepted > 20
-
-
 def test_a_drafter_proposes_for_all_rows_together() -> None:
     drafter = Parrot(NEW)
     simulation, _ = asked({"drafts": True, "drafter": drafter}, 3, 40, NEW, others=[(3, 40, NEW)] * 5)
@@ -735,8 +597,6 @@ def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:
     assert request.ends[0].forwards == 200
     assert sum(width > 1 for width in widths(simulation.frames)) < 30
 
-
-# --- grammars ---------------------------------------------------------------------------------------------
 
 WORDS = tuple(range(50, 70))
 
@@ -794,16 +654,6 @@ def test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time(run: 
     assert cost(timed=True) * 1.4 < cost(timed=False)
 
 
-def test_forced_tokens_end_with_the_limit() -> None:
-    for limit in range(1, 12):
-        check_answer(asked({}, 3, limit, WORDS, guide=FakeGuide(WORDS, frozenset(range(2, 9))))[1])
-
-
-def test_a_forced_end_token_is_the_end() -> None:
-    says = (50, 51, EOS, 52)
-    check_answer(asked({}, 3, 40, says, guide=FakeGuide(says, frozenset({1, 2, 3})))[1])
-
-
 @pytest.mark.parametrize("says", [WORDS, (*WORDS, EOS)])
 @pytest.mark.parametrize(("cuts", "reason"), [(18, "length"), (21, "stop")])
 def test_an_answer_that_its_guide_cut_ends_for_its_length(
@@ -833,9 +683,6 @@ def test_a_grammar_without_a_way_on_fails_its_request_alone(run_ahead: int) -> N
     assert reasons(simulation.frames) == ["error", "length"]
 
 
-# --- KV caches that are kept ------------------------------------------------------------------------------
-
-
 @RUN_AHEAD
 def test_the_next_turn_takes_over_the_cache_of_the_last(run_ahead: int) -> None:
     simulation, first = asked({"prefixes": True, "prefill_chunk": 512, "run_ahead": run_ahead}, LONG, 5)
@@ -844,14 +691,6 @@ def test_the_next_turn_takes_over_the_cache_of_the_last(run_ahead: int) -> None:
     # The last token of an answer was never fed, and the one before may not be known when the last is queued.
     assert (chunk.part.source, chunk.part.take, chunk.offset) == (1, True, len(LONG) + 4 - run_ahead)
     assert second.ends[0].cached == chunk.offset
-
-
-def test_the_same_prompt_is_not_computed_twice() -> None:
-    simulation = Simulation(prefixes=True, prefill_chunk=512)
-    for _ in range(3):
-        simulation.add(LONG, 5)
-        finish(simulation)
-    assert [len(chunk.tokens) for chunk in simulation.prefills()] == [200, 1, 1]
 
 
 @RUN_AHEAD
@@ -911,57 +750,49 @@ def test_a_copy_that_prompts_start_from_together_is_evicted_behind_them() -> Non
     assert source in evicted.uids
 
 
-@pytest.mark.parametrize(("length", "rows"), [(8000, 2), (9000, 1)])
-def test_long_copies_are_not_joined(length: int, rows: int) -> None:
-    """That would take longer than what it saves."""
-    simulation = Simulation(whole=True, together=256, prefill_chunk=16384)
-    simulation.add((*range(length), 1), 1)
-    simulation.drain()
-    before = len(simulation.frames)
-    simulation.add((*range(length), 2), 1)
-    simulation.add((*range(length), 3), 1)
-    simulation.drain()
-    assert max(len(frame.rows) for frame in simulation.frames[before:] if isinstance(frame, Forward)) == rows
+JOINED = {"whole": True, "together": 256, "prefill_chunk": 16384}
 
 
-def test_prompts_together_are_not_cut_where_scores_are_bounded() -> None:
-    """Their size together is checked before; each alone would have to be shorter."""
-    simulation = Simulation(prefixes=True, together=512, prefill_chunk=2048, scores=1 << 19)
-    simulation.add((*range(1900),), 1)
-    simulation.drain()
-    for number, length in enumerate((129, 5), 1):
-        simulation.add((*range(1900), *range(5000 * number, 5000 * number + length)), 2)
-    simulation.drain()
-    assert any(len(frame.prompts) == 2 for frame in simulation.frames if isinstance(frame, Forward))
-
-
-def test_copies_that_prompts_need_together_stay_within_a_share_of_the_room() -> None:
-    sizes = {}
-    for kv_tokens in (12 * 8000, 12 * 8200):
-        simulation = Simulation(whole=True, together=256, prefill_chunk=16384, kv_tokens=kv_tokens)
-        simulation.add((*range(4000), 1), 1)
-        simulation.drain()
-        for last in (2, 3):
-            simulation.add((*range(4000), last), 1)
-        simulation.drain()
-        sizes[kv_tokens] = max(len(frame.rows) for frame in simulation.frames if isinstance(frame, Forward))
-    assert list(sizes.values()) == [1, 2]
+@cases(
+    "length, ends, set_up, together",
+    {
+        "scores have no more room": (
+            (
+                8000,
+                [40] * 4,
+                {"prefixes": True, "prefill_chunk": 256, "together": 256, "scores": 64 * 8200},
+                1,
+            )
+        ),
+        "scores have room together, though each alone would have to be shorter": (
+            (1900, [129, 5], {"prefixes": True, "prefill_chunk": 2048, "together": 512, "scores": 1 << 19}, 2)
+        ),
+        "copies are short": (8000, [1, 1], JOINED, 2),
+        "to join long copies would take longer than what it saves": (9000, [1, 1], JOINED, 1),
+        "copies take their share of the room": (4000, [1, 1], {**JOINED, "kv_tokens": 12 * 8200}, 2),
+        "copies take more than their share of the room": (
+            4000,
+            [1, 1],
+            {**JOINED, "kv_tokens": 12 * 8000},
+            1,
+        ),
+    },
+)
+def test_prompts_with_a_beginning_in_common_are_computed_together(
+    length: int, ends: list[int], set_up: dict[str, Any], together: int
+) -> None:
+    simulation, _ = asked(set_up, (*range(length), 1), 1)
+    simulation.frames.clear()
+    for number, more in enumerate(ends, 2):
+        simulation.add((*range(length), *[number] * more), 1)
+    reads = [frame for frame in finish(simulation).frames if isinstance(frame, Forward)]
+    assert max(len(read.prompts) for read in reads) == together
 
 
 @pytest.mark.parametrize("max_rows", [3, 4])
 def test_prompts_that_have_rows_end_together_however_many_may_begin(max_rows: int) -> None:
     simulation = played("3x40+1 end", together=256, whole=True, max_rows=max_rows)
     assert sketch(simulation.frames).startswith("P(123) P(123)")
-
-
-def test_where_no_caches_are_kept_each_prompt_is_computed_whole() -> None:
-    simulation = Simulation(prefill_chunk=64)
-    simulation.add((*LONG, 1001), 3)
-    simulation.add((*LONG, 1002), 300)
-    simulation.ticks(22)
-    simulation.add((*LONG, 1003), 3)
-    finish(simulation)
-    assert [simulation.requests[n].ends[0].cached for n in (1, 2, 3)] == [0, 0, 0]
 
 
 def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
@@ -1013,22 +844,6 @@ def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:
     assert cache.asked <= 3 * 64
 
 
-def test_what_was_drafted_wrong_is_not_kept() -> None:
-    simulation = Simulation(prefixes=True, drafts=True)
-    request = simulation.add(VERSE * 4, 30, verses(10, VERSE[:3]))
-    while not request.ends:
-        simulation.tick()
-        if len(request.tokens) > 20:
-            simulation.cancel(1)
-    simulation.drain()
-    follower = simulation.add((*request.prompt, *request.tokens, 9), 3)
-    finish(simulation)
-    assert follower.ends[0].cached >= len(request.prompt) + 19
-
-
-# --- room -------------------------------------------------------------------------------------------------
-
-
 def test_what_could_not_run_even_alone_is_refused() -> None:
     simulation = Simulation(kv_tokens=128)
     simulation.add(100, 28)
@@ -1040,18 +855,6 @@ def test_what_could_not_run_even_alone_is_refused() -> None:
     Scheduler(policy).add(Generate(1, LONG[:100], 68, answered=40))  # these count once
     with refused(MlxtpError, Code.CONTEXT_OVERFLOW, "room for 129"):
         Scheduler(replace(policy, row_tokens=1)).add(Generate(1, LONG[:100], 28))
-
-
-@RUN_AHEAD
-@pytest.mark.parametrize("prefixes", [False, True])
-def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: bool) -> None:
-    simulation = played("3x20+300 end", kv_tokens=768, run_ahead=run_ahead, prefixes=prefixes)
-    stops = [move for move in simulation.frames if isinstance(move, SessionStop)]
-    preempted = [move.uid for move in stops if move.reason == "preempt"]
-    assert preempted
-    assert 1 not in preempted, "the oldest is never taken out"
-    for uid, request in simulation.requests.items():
-        assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
 def preempted(simulation: Simulation) -> list[int]:
@@ -1068,28 +871,16 @@ def preempted(simulation: Simulation) -> list[int]:
         "its answer counts, too": ("20+300 20+200 t120 100+200", 3),
         "but not the oldest, however little it has": ("20+300 150+200", 2),
         "of equals the youngest": ("20+300 40+200 40+200", 3),
+        "a batch request before others that lose less": ("20+300 20+200 150+200b", 3),
+        "a batch request though it is the oldest": ("20+300b 20+200 150+200", 1),
+        "of several batch requests the one that loses least": ("20+300 20+200b 150+200b", 2),
+        "of batch requests alone not the oldest": ("20+300b 20+200b 150+200b", 2),
     },
 )
 def test_the_one_that_loses_least_makes_room(course: str, taken: int, prefixes: bool) -> None:
     """There is room for 20 and 300 tokens, and for half of the others."""
     simulation = played(f"{course} end", kv_tokens=576, prefill_chunk=512, prefixes=prefixes)
     assert preempted(simulation)[0] == taken
-
-
-@cases(
-    "batch, taken",
-    {
-        "before others that lose less": ((3,), [3]),
-        "though it is the oldest": ((1,), [1]),
-        "of several the one that loses least": ((2, 3), [2]),
-        "of batch ones alone not the oldest": ((1, 2, 3), [2]),
-    },
-)
-def test_batch_requests_make_room_first(batch: tuple[int, ...], taken: list[int]) -> None:
-    simulation = Simulation(kv_tokens=576, prefill_chunk=512)
-    for uid, (prompt, new) in enumerate(((20, 300), (20, 200), (150, 200)), 1):
-        simulation.add(prompt, new, batch=uid in batch)
-    assert preempted(finish(simulation))[:1] == taken
 
 
 def test_a_batch_request_makes_room_for_interactive_ones_once() -> None:
@@ -1158,12 +949,6 @@ def test_what_made_room_comes_back_by_age_and_before_newcomers() -> None:
     assert [chunk.request for chunk in finish(simulation).prefills()] == [2, 3, 4, 6, 5]
 
 
-def test_a_prompt_under_way_makes_room_too() -> None:
-    simulation = played("100+300 t150 180+5 end", kv_tokens=640, prefill_chunk=1)
-    (first, *_) = [move for move in simulation.frames if isinstance(move, SessionStop)]
-    assert (first.uid, first.reason) == (2, "preempt")
-
-
 @RUN_AHEAD
 @pytest.mark.parametrize("drafts", [False, True])
 def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_lengths(
@@ -1230,9 +1015,6 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
     assert [failure.detail for failure in failing.failures] == ["no way on"]
     assert failing.ends == []
     assert reasons(simulation.frames) == ["error", "length"]
-
-
-# --- room that changes ------------------------------------------------------------------------------------
 
 
 def crowded_by_four(kv_tokens: int, **policy: Any) -> Simulation:
@@ -1308,9 +1090,6 @@ def test_prompts_under_way_make_room_too() -> None:
     simulation.resize(400)
     assert list(simulation.ranks.prefilling) == [1]
     finish(simulation)
-
-
-# --- KV caches that cannot be cut -------------------------------------------------------------------------
 
 
 def places_read(simulation: Simulation, request: int) -> list[tuple[int, bool]]:
@@ -1392,9 +1171,6 @@ def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_
         simulation.add(100, 150, tuple(range(2, 200)), places=(90,))
     assert reasons(finish(simulation).frames)[0] == "preempt"
     assert [chunk.offset for chunk in chunks_of(simulation, 2)] == [0, 90, 0, 90]
-
-
-# --- disk --------------------------------------------------------------------------------------------------
 
 
 class Steady(Random):
@@ -1568,9 +1344,6 @@ def test_a_disk_that_has_failed_is_not_waited_for_and_nothing_is_lined_up_for_it
     assert not simulation.scheduler.disk.spills
 
 
-# --- how long it thinks ------------------------------------------------------------------------------------
-
-
 def opcodes(think: Callable[[], object]) -> int:
     """Count the instructions of Python it takes: a measure that does not depend on the machine's load."""
     count = 0
@@ -1620,8 +1393,6 @@ def test_a_crowd_that_waits_costs_its_number_alone(prompt: tuple[int, ...], poli
     assert cost(256) < 5 * cost(64)
 
 
-# --- rules ------------------------------------------------------------------------------------------------
-
 SMALL_WORDS = st.integers(2, 5)
 answers = st.one_of(
     st.just(()),
@@ -1641,17 +1412,15 @@ admissions = st.tuples(
 cancels = st.tuples(st.just("cancel"), st.integers(1, 12))
 ticks = st.tuples(st.just("tick"), st.integers(1, 12))
 courses = st.lists(st.one_of(admissions, admissions, cancels, ticks, ticks), max_size=40)
+WAYS = {name: st.booleans() for name in ("rolls_back", "drafts", "prefixes", "whole")}
+WAYS |= {"run_ahead": st.integers(0, 1)}
 set_ups = st.fixed_dictionaries(
     {
+        **WAYS,
         "prefill_chunk": st.integers(1, 80),
         "chunk_beside": st.integers(1, 40),
         "max_rows": st.integers(1, 5),
-        "run_ahead": st.integers(0, 1),
         "together": st.sampled_from((0, 64, 256)),
-        "rolls_back": st.booleans(),
-        "drafts": st.booleans(),
-        "prefixes": st.booleans(),
-        "whole": st.booleans(),
         "kv_tokens": st.sampled_from((384, 512, 768, 1024, 1 << 40)),
     }
 )
@@ -1760,15 +1529,11 @@ crowd_ticks = st.tuples(st.just("tick"), st.integers(1, 60))
 crowds = st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks))
 tight = st.fixed_dictionaries(
     {
+        **WAYS,
         "prefill_chunk": st.sampled_from((16, 64, 512)),
         "chunk_beside": st.sampled_from((16, 64)),
         "max_rows": st.just(5),
-        "run_ahead": st.integers(0, 1),
         "together": st.sampled_from((0, 512)),
-        "rolls_back": st.booleans(),
-        "drafts": st.booleans(),
-        "prefixes": st.booleans(),
-        "whole": st.booleans(),
         "kv_tokens": st.sampled_from((384, 512, 600, 768, 900)),
         "row_tokens": st.sampled_from((0, 40)),
     }

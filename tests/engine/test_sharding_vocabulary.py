@@ -95,9 +95,6 @@ def together(parts: list[mx.array], size: int) -> mx.array:
     return mx.concatenate(parts, axis=-1)[..., :size]
 
 
-# --- the head ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "ranks"), [(512, 2), (509, 2), (509, 4), (5, 4), (509, 1)])
@@ -165,9 +162,6 @@ def test_a_family_that_gathers_its_own_head_no_longer_does() -> None:
     assert isinstance(model.lm_head, ShardedHead)
 
 
-# --- the embedding ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "ranks"), [(512, 2), (509, 4), (5, 4)])
 def test_every_token_is_embedded_by_one_rank_and_not_changed_by_the_others(
@@ -200,9 +194,6 @@ def test_rows_are_cut_and_filled_up_with_zeros() -> None:
     assert cut_rows(array, "", 1, 2).tolist() == [[2, 3], [4, 5]]
     assert cut_rows(array, "", 4, 3).tolist() == [[8, 9], [0, 0], [0, 0]]
     assert cut_rows(array, "", 6, 2).tolist() == [[0, 0], [0, 0]]
-
-
-# --- forwards ---------------------------------------------------------------------------------------------
 
 
 def test_given_embeddings_are_used_once_and_instead_of_the_tokens(tmp_path: Path) -> None:
@@ -255,9 +246,6 @@ def test_forwards_can_be_compiled(tmp_path: Path) -> None:
             assert mx.allclose(ours, plain).item()
 
 
-# --- choosing ---------------------------------------------------------------------------------------------
-
-
 def test_one_alone_chooses_and_gathers_without_anybody(tmp_path: Path) -> None:
     vocabulary = loaded(tmp_path / "model", vocab_size=509).vocabulary
     rows = hard_rows(509)
@@ -270,9 +258,6 @@ def test_one_alone_chooses_and_gathers_without_anybody(tmp_path: Path) -> None:
     mixed, some = vocabulary.winners_and_logits(rows[:, None], [5, 0], 1)
     assert mixed[:, 0].tolist() == tokens.tolist()
     assert mx.array_equal(some[:, 0], rows[mx.array([5, 0])])
-
-
-# --- models that are built otherwise ----------------------------------------------------------------------
 
 
 class Odd(nn.Module):

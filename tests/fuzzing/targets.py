@@ -115,9 +115,6 @@ def text_reply(data: bytes) -> None:
     read_reply(b"i" if data[:1] == b"i" else b"t", data[:1], data[1:])
 
 
-# --- the wire ---------------------------------------------------------------------------------------------
-
-
 def frames(data: bytes) -> None:
     """A stream from a peer that is not known yet, or that is. What is taken can be sent, and comes back."""
     decoder = Decoder()
@@ -201,8 +198,6 @@ def _exchange() -> tuple[bytes, ...]:
     said = tuple(encode(message, 0, n) for n, message in enumerate((host.offer, request, grant)))
     return (*said, b"".join(said))
 
-
-# --- HTTP -------------------------------------------------------------------------------------------------
 
 _MODEL = ModelInfo("tiny", ("default",), Path(), 2048, 0, (2,), 512)
 
@@ -389,9 +384,6 @@ def addresses(data: bytes) -> None:
     host_and_port(told)
 
 
-# --- the network ------------------------------------------------------------------------------------------
-
-
 def bonjour(data: bytes) -> None:
     """Name, port, addresses and TXT record of a service; what is believed can be shown and dialled."""
     label, _, rest = data.partition(b"\0")
@@ -415,8 +407,6 @@ def _announced() -> bytes:
     return label + b"\0" + (52414).to_bytes(2, "big") + b"\1" + ipaddress.IPv4Address("10.0.0.1").packed + txt
 
 
-# --- this machine -----------------------------------------------------------------------------------------
-
 _COMMANDS = sorted(COMMANDS)
 
 
@@ -434,8 +424,6 @@ _PRINTED = tuple(
     for n, command in enumerate(_COMMANDS)
     if command in said
 )
-
-# --- files ------------------------------------------------------------------------------------------------
 
 
 @functools.cache

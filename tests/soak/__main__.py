@@ -95,8 +95,6 @@ class Cluster:
     def url(self, agent: Agent) -> str:
         return f"http://127.0.0.1:{self.ports[agent.name][0]}"
 
-    # --- its life ------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Found the cluster with an agent that will be killed: it coordinates at first."""
         founder = self.others[0]
@@ -140,8 +138,6 @@ class Cluster:
             for process in psutil.process_iter(["cmdline"])
             if any(mark in " ".join(process.info["cmdline"] or ()) for mark in marks)
         ]
-
-    # --- what is seen of it --------------------------------------------------------------------------
 
     def groups(self, agent: Agent | None = None) -> dict[str, dict[str, Any]]:
         """Rows of all groups by id, as an agent sees them; by default the one that stays."""
@@ -234,9 +230,6 @@ def has_ended(
         each: (_life(row), _life(after[each]) if each in after else None) for each, row in before.items()
     }
     return {each: life for each, life in lives.items() if life[0] != life[1]}
-
-
-# --- faults: each returns the ids of the groups that it may end ---------------------------------------------
 
 
 def kill_a_rank(cluster: Cluster, chance: random.Random) -> set[str]:
@@ -388,9 +381,6 @@ SHAPES = {
     ),
 }
 """One group of two Macs; two replicas and a second model on three."""
-
-
-# --- a run ------------------------------------------------------------------------------------------------
 
 
 class Run:

@@ -213,13 +213,6 @@ def test_text_whose_end_is_unknown_is_not_searched(
     assert len(steps) < 10
 
 
-def test_an_answer_that_was_cut_says_so(grammars: Grammars) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    guide = guided(grammars, schema, 60)
-    assert len(json.loads(answer(guide, 60, rambles, random.Random(1)))["a"]) > 20
-    assert guide.cut
-
-
 def letters(text: str) -> list[int]:
     """One token for each letter."""
     return [token for each in text for token in TOKENIZER.encode(each, add_special_tokens=False).ids]

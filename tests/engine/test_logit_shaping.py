@@ -65,13 +65,6 @@ def test_a_step_beyond_an_end_of_forced_tokens_has_logits_of_its_own_width(gramm
     assert desk.shape(SEQUENCE, logits(1)).shape == (1, VOCABULARY)
 
 
-def test_a_mask_leaves_what_the_grammar_allows(grammars: Grammars) -> None:
-    guide = guided(grammars, "regex", "[ab]")
-    (first,) = allowed(desk_for(Shaping(grammar_kind="regex"), guide).shape(SEQUENCE, logits(1)))
-    assert 0 < len(first) <= 4
-    assert not first & EOS
-
-
 def test_the_token_after_forced_ones_is_held_to_what_follows_them(grammars: Grammars) -> None:
     guide = guided(grammars, "lark", HELLO_OR)
     desk = desk_for(Shaping(grammar_kind="lark"), guide)

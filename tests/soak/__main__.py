@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,19 +263,10 @@ def kill_a_spare(cluster: Cluster, chance: random.Random) -> set[str]:
     return set()
 
 
-def kill_an_agent(cluster: Cluster, chance: random.Random) -> set[str]:
+def start_an_agent_again(end: Callable[[Agent], object], cluster: Cluster, chance: random.Random) -> set[str]:
     agent = cluster.next(cluster.others)
     may_end = cluster.at(agent)
-    agent.kill()
-    time.sleep(chance.uniform(0, 5))
-    agent.start()
-    return may_end
-
-
-def restart_an_agent(cluster: Cluster, chance: random.Random) -> set[str]:
-    agent = cluster.next(cluster.others)
-    may_end = cluster.at(agent)
-    agent.stop()
+    end(agent)
     time.sleep(chance.uniform(0, 5))
     agent.start()
     return may_end
@@ -351,8 +343,8 @@ _FAULTS = {
     "a rank is killed": kill_a_rank,
     "a rank stands still": stop_a_rank,
     "a rank stands still for 0.8 s": hold_a_rank,
-    "an agent is killed": kill_an_agent,
-    "an agent is started again": restart_an_agent,
+    "an agent is killed": partial(start_an_agent_again, Agent.kill),
+    "an agent is started again": partial(start_an_agent_again, Agent.stop),
     "an agent and its ranks stand still for a while": put_a_mac_to_sleep,
 }
 SHAPES = {
@@ -447,7 +439,7 @@ class Run:
             self.soak.faults.append(fault)
             pause = f"{fault.pause_s:5.1f} s" if fault.pause_s is not None else "nothing"
             self.console.print(f"{fault.at:7.0f} s  {name:48} {pause} {fault.problem[:1000]}")
-            self._rest(min(self.chance.uniform(*self.cluster.shape.rest_s), max(end - self.now, 5.0)))
+            time.sleep(min(self.chance.uniform(*self.cluster.shape.rest_s), max(end - self.now, 5.0)))
 
     def _fail(self, name: str) -> Fault:
         cluster, at = self.cluster, self.now
@@ -473,12 +465,9 @@ class Run:
                 self._watched[pid] = Watched(f"rank or spare {number} of {agent.name}")
         for agent in self.cluster.others:
             self._watched[agent.process.pid] = Watched(f"agent {agent.name}")
-        self._rest(end - self.now)
+        time.sleep(max(end - self.now, 0.0))
         for pid in [pid for pid, process in self._watched.items() if process.idle is None]:
             self.soak.processes.append(self._watched.pop(pid))
-
-    def _rest(self, seconds: float) -> None:
-        time.sleep(max(seconds, 0.0))
 
     def _watch(self, progress: Progress, task: TaskID) -> None:
         while not self._over.wait(EVERY_S):

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.engine.kv_cache import SHORTEST_HIT, Hit, PrefixCache, capacity
@@ -147,6 +147,7 @@ STEPS = st.lists(st.tuples(STEP, TOKENS, SALTS), min_size=20, max_size=60)
 
 
 @given(STEPS, st.sampled_from((90, 300, 2000)), st.sampled_from((0, 2, 4, 9)), st.sampled_from((0, 30, 60)))
+@example([("keep", A, 0), ("keep", (*A[:39], 9), 0), ("find", A, 0)], 300, 9, 0)  # what may be taken wins
 @settings(max_examples=200)
 def test_any_story_goes_as_in_the_plain_model(
     steps: list[tuple[str, tuple[int, ...], int]], budget: int, entries: int, shortest: int

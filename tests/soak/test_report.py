@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from ..chaos.answers import Answer
+from ..engine.tables import cases
 from .__main__ import SHAPES, has_ended, soaked
 from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
 from .report import Asked, Fault, Sample, Soak, Watched, tables
@@ -85,30 +87,28 @@ def test_an_agent_may_have_descriptors_for_another_rank() -> None:
     assert len(soak.problems) == 1
 
 
-def test_what_a_process_fills_at_first_is_not_growth() -> None:
-    samples = [Sample(float(n), 100 + min(n, 20), 40, 12, 10 * n, 1) for n in range(101)]
-    assert Watched("p", samples).growth_mb == pytest.approx(0.0)
-    few = [Sample(float(n), 100 + n, 40, 12, n, 1) for n in range(101)]
-    assert Watched("p", few).growth_mb == 0
+def watched(memory_mb: Callable[[int], float], answers: int = 50, graphs: int = 0) -> Watched:
+    """A process whose memory goes by the time; so many answers, and so many graphs, come each second."""
+    seconds = range(101)
+    return Watched("p", [Sample(n, memory_mb(n), 40, 12, answers * n, 1, graphs * n) for n in seconds])
 
 
-def test_graphs_that_a_rank_keeps_are_not_growth() -> None:
-    samples = [Sample(float(n), 100 + 0.45 * n, 40, 12, 50 * n, 1, graphs=n) for n in range(101)]
-    assert Watched("p", samples).growth_mb == pytest.approx(0.0)
+@cases(
+    "process",
+    {
+        "what a process fills at first": watched(lambda n: 100 + min(n, 20), answers=10),
+        "what comes before enough answers": watched(lambda n: 100 + n, answers=1),
+        "graphs that a rank keeps": watched(lambda n: 100 + 0.45 * n, graphs=1),
+        "memory that it gives back": watched(lambda n: 160 + 150 * (n % 7 > 2)),
+    },
+)
+def test_what_is_no_growth(process: Watched) -> None:
+    assert process.growth_mb == pytest.approx(0.0, abs=1.0)
 
 
-def test_memory_that_a_process_gives_back_is_not_growth() -> None:
-    def swings(kept_mb: float) -> Watched:
-        return Watched(
-            "p",
-            [
-                Sample(float(n), 160 + 150 * (n % 7 > 2) + kept_mb * n / 100, 40, 12, 50 * n, 1)
-                for n in range(100)
-            ],
-        )
-
-    assert abs(swings(0).growth_mb) < 1
-    assert swings(20).growth_mb > swings(20).allowed_mb
+def test_what_is_kept_beside_what_is_given_back_is_growth() -> None:
+    process = watched(lambda n: 160 + 150 * (n % 7 > 2) + n / 5)
+    assert process.growth_mb > process.allowed_mb
 
 
 @pytest.mark.parametrize(

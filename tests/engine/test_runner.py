@@ -152,9 +152,10 @@ def test_graphs_that_are_used_stay_and_the_oldest_goes(monkeypatch: pytest.Monke
     assert [key[0][0][2] for key in graphs._graphs] == [3, 1]
 
 
-def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) -> None:
+def test_rows_of_several_widths_share_a_forward(attentive: Path) -> None:
     """One row's token is known, the other's is still in the graph."""
-    one, other = reference(PROMPT, 6, folder), reference(OTHER, 6, folder)
+    runner = runner_of(attentive)
+    one, other = reference(PROMPT, 6, attentive), reference(OTHER, 6, attentive)
     begun(runner, PROMPT, OTHER)
     chosen = step(runner, {1: 8, 2: 5}, widths=(3, 0), tokens=one[:3])
     assert chosen == [list(one[1:4]), [other[1]]]

@@ -15,7 +15,7 @@ from mlxtp.api.adapter import Operation
 from mlxtp.api.app import adapters
 
 from .conftest import MAX_BODY_BYTES, WAIT_S, Server
-from .dialects.shapes import shape_of
+from .dialects.shapes import read_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -24,13 +24,12 @@ ROUNDS, BODIES_A_ROUND = 10, 100
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "The weather in a city", "parameters": SCHEMA}
 ASKED = {"role": "user", "content": "hello"}
-CALLED = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-}
+MADE = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+CALLED = {"id": "call_1", "type": "function", "function": MADE}
 SAMPLING = {"temperature": 0.5, "top_p": 0.9}
 VERDICT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": ""}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7 degrees"}
 TOOL_USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
 
 PATCHED: Json = {"name": "patch", "input": "x"}
@@ -74,18 +73,8 @@ MESSAGES: tuple[Json, ...] = (
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             ASKED,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm", "signature": ""},
-                    {"type": "text", "text": "Well"},
-                    TOOL_USE,
-                ],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "7 degrees"}],
-            },
+            {"role": "assistant", "content": [THOUGHT, {"type": "text", "text": "Well"}, TOOL_USE]},
+            {"role": "user", "content": [RESULT]},
         ],
         "tools": [{"name": "weather", "description": "The weather in a city", "input_schema": SCHEMA}],
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
@@ -212,9 +201,8 @@ REFUSING: Mapping[str, Operation] = {
     if operation.method == "POST" and operation.body is None
 }
 """Operations that take a body and refuse any."""
+"""Operations that take a body and refuse any."""
 
-
-# --- ways to spoil a body ---------------------------------------------------------------------------------
 
 Place = tuple[str | int, ...]
 _HERE = "@@ here @@"
@@ -237,14 +225,10 @@ CONTENT_TYPES = (
 
 def places(value: object, at: Place = ()) -> Iterator[Place]:
     """Return the place of each part of a body."""
-    inside: Iterator[tuple[str | int, object]] = iter(())
-    if isinstance(value, dict):
-        inside = iter(value.items())
-    elif isinstance(value, list):
-        inside = iter(enumerate(value))
-    for key, part in inside:
-        yield (*at, key)
-        yield from places(part, (*at, key))
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*at, key)
+            yield from places(part, (*at, key))
 
 
 def changed(value: Any, at: Place, change: Callable[[Any, str | int], None]) -> Any:
@@ -257,22 +241,23 @@ def changed(value: Any, at: Place, change: Callable[[Any, str | int], None]) -> 
     return copy
 
 
+def anywhere(random: Random, body: Json, change: Callable[[Any, str | int], None]) -> str:
+    """The body with a change of one of its parts."""
+    return json.dumps(changed(body, random.choice(list(places(body))), change))
+
+
 def other_value(random: Random, body: Json) -> bytes:
-    at = random.choice(list(places(body)))
-    spoilt = changed(body, at, lambda holder, key: holder.__setitem__(key, _HERE))
-    return json.dumps(spoilt).replace(f'"{_HERE}"', random.choice(ODD)).encode()
+    spoilt = anywhere(random, body, lambda holder, key: holder.__setitem__(key, _HERE))
+    return spoilt.replace(f'"{_HERE}"', random.choice(ODD)).encode()
 
 
 def left_out(random: Random, body: Json) -> bytes:
-    at = random.choice(list(places(body)))
-    return json.dumps(changed(body, at, lambda holder, key: holder.__delitem__(key))).encode()
+    return anywhere(random, body, lambda holder, key: holder.__delitem__(key)).encode()
 
 
 def wrapped(random: Random, body: Json) -> bytes:
-    at = random.choice(list(places(body)))
     wrap = random.choice([lambda part: [part], lambda part: {"value": part}, lambda part: [[part], part]])
-    spoilt = changed(body, at, lambda holder, key: holder.__setitem__(key, wrap(holder[key])))
-    return json.dumps(spoilt).encode()
+    return anywhere(random, body, lambda holder, key: holder.__setitem__(key, wrap(holder[key]))).encode()
 
 
 def swapped(random: Random, body: Json) -> bytes:
@@ -302,11 +287,8 @@ def much(random: Random, body: Json) -> bytes:
 
 
 def unknown(random: Random, body: Json) -> bytes:
-    spoilt = {
-        **body,
-        random.choice(["extra", "x-y", "", "n", "stream", "suffix", "images", "context"]): _HERE,
-    }
-    return json.dumps(spoilt).replace(f'"{_HERE}"', random.choice(ODD)).encode()
+    name = random.choice(["extra", "x-y", "", "n", "stream", "suffix", "images", "context"])
+    return json.dumps({**body, name: _HERE}).replace(f'"{_HERE}"', random.choice(ODD)).encode()
 
 
 def cut(random: Random, body: Json) -> bytes:
@@ -345,9 +327,6 @@ SPOIL = (
 )  # fmt: skip
 
 
-# --- the tests --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def client(roomy: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=roomy.url, timeout=WAIT_S, trust_env=False) as found:
@@ -375,20 +354,23 @@ class Tally:
 def judge(response: httpx.Response, operation: Operation, tally: Tally) -> None:
     """Answered in the published shape, or refused in that of the dialect; never the server's own fault."""
     assert "internal error" not in response.text, response.text
-    label = f"{operation.method} {operation.path}"
-    if response.status_code == 200:
-        if response.headers["content-type"] == "application/json":
-            shape = shape_of(label, 200)
-            assert shape is not None
-            shape.model_validate_json(response.content)
-        tally.answered += 1
-        return
-    assert 400 <= response.status_code < 500, (response.status_code, response.text)
-    assert response.headers["content-type"] == "application/json"
-    shape = shape_of(label, response.status_code)
-    assert shape is not None
-    shape.model_validate_json(response.content)
-    tally.refused += 1
+    refused = response.status_code != 200
+    assert not refused or 400 <= response.status_code < 500, (response.status_code, response.text)
+    is_json = response.headers["content-type"] == "application/json"
+    assert is_json or not refused
+    if is_json:
+        read_answer(f"{operation.method} {operation.path}", response.status_code, response.content)
+    tally.refused += refused
+    tally.answered += not refused
+
+
+def try_out(client: httpx.Client, path: str, sent: bytes, tally: Tally, kind: str = "") -> None:
+    try:
+        response = client.post(path, content=sent, headers={"content-type": kind} if kind else {})
+        judge(response, OPERATIONS[path], tally)
+    except Exception as error:
+        error.add_note(f"{path}, {kind!r}: {sent[:600]!r}")
+        raise
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.chaos) for n in range(1, ROUNDS))])
@@ -396,28 +378,20 @@ def test_no_body_is_too_much(client: httpx.Client, number: int) -> None:
     random, tally = Random(number), Tally()
     for turn in range(BODIES_A_ROUND):
         path = list(BODIES)[turn % len(BODIES)]
-        spoil = random.choice(SPOIL)
-        sent = spoil(random, random.choice(BODIES[path]))
+        sent = random.choice(SPOIL)(random, random.choice(BODIES[path]))
         kind = "application/json" if random.random() < 0.9 else random.choice(CONTENT_TYPES)
-        try:
-            response = client.post(path, content=sent, headers={"content-type": kind} if kind else {})
-            judge(response, OPERATIONS[path], tally)
-        except Exception:
-            print(f"round {number}, turn {turn}: {spoil.__name__} of {path}, {kind!r}: {sent[:600]!r}")
-            raise
+        try_out(client, path, sent, tally, kind)
     assert tally.answered > 10
     assert tally.refused > 30
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path, marks=() if path in ("/v1/chat/completions", "/v1/messages") else pytest.mark.chaos
-        )
-        for path in ANSWERED
-    ],
-)
+def usually(path: str) -> Any:
+    """Two dialects stand for all but in `make chaos`."""
+    marks = () if path in ("/v1/chat/completions", "/v1/messages") else pytest.mark.chaos
+    return pytest.param(path, marks=marks)
+
+
+@pytest.mark.parametrize("path", map(usually, ANSWERED))
 def test_no_odd_part_of_a_body_is_a_bug(client: httpx.Client, path: str) -> None:
     """Each part in turn, at any depth: left out, and twice something odd."""
     random, tally = Random(path), Tally()
@@ -427,31 +401,21 @@ def test_no_odd_part_of_a_body_is_a_bug(client: httpx.Client, path: str) -> None
             without = changed(body, at, lambda holder, key: holder.__delitem__(key))
             instead = [json.dumps(odd).replace(f'"{_HERE}"', each) for each in random.sample(ODD, 2)]
             for sent in (json.dumps(without), *instead):
-                try:
-                    judge(client.post(path, content=sent.encode()), OPERATIONS[path], tally)
-                except Exception:
-                    print(f"{path}: {sent[:600]!r}")
-                    raise
+                try_out(client, path, sent.encode(), tally)
     assert min(tally.answered, tally.refused) > 0
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_no_json_object_is_refused(client: httpx.Client, path: str) -> None:
+def test_what_is_no_json_object_or_too_large_is_refused(client: httpx.Client, path: str) -> None:
     bodies = [b"", b"{", b"\xff", b"[1]", b'"x"', b"null", b"[" * 10_000, rb'{"user": "\ud800"}']
-    bodies.append(b'{"user": ' + b"9" * 5000 + b"}")
+    bodies += [b'{"user": ' + b"9" * 5000 + b"}", b"{" + b" " * MAX_BODY_BYTES]
     tally = Tally()
     for sent in bodies:
         response = client.post(path, content=sent)
         judge(response, OPERATIONS[path], tally)
         assert len(response.text) < 400, "it is not sent back"
-    assert (tally.answered, tally.refused) == (0, len(bodies))
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_a_body_that_is_too_large(client: httpx.Client, path: str) -> None:
-    response = client.post(path, content=b"{" + b" " * MAX_BODY_BYTES)
     assert response.status_code == 413
-    judge(response, OPERATIONS[path], Tally())
+    assert (tally.answered, tally.refused) == (0, len(bodies))
 
 
 @pytest.mark.parametrize("path", REFUSING)

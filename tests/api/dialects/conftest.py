@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
@@ -25,6 +27,12 @@ TEMPLATE = (
     "{% if reasoning_effort is defined %}~{{ reasoning_effort }}{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+async def impossible() -> AsyncIterator[TokenEvent]:
+    """An answer whose token, and one beside it, could not be."""
+    yield Tokens((70,), (TokenScore(-math.inf, ((71, -math.inf), (72, 0.1))),))
+    yield StreamEnd("stop", 1)
 
 
 @pytest.fixture(scope="module")

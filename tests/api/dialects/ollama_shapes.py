@@ -1,7 +1,6 @@
-"""The Ollama dialect: the shapes of answers, each field required unless the docstring says otherwise.
+"""Shapes of answers in Ollama's dialect, each field required unless the docstring says otherwise.
 
-They describe answers in `/openapi.json`, and tests check every answer against them. Answers are written
-without them: a stream is written token by token.
+Its library has types, in which every field may be missing.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from pydantic import BaseModel, ConfigDict, Field
 OllamaTime = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z$")]  # RFC 3339
 
 
-class OllamaShape(BaseModel):
+class Shape(BaseModel):
     """A shape with exactly these fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class OllamaError(OllamaShape):
+class OllamaError(Shape):
     """A refusal, or the last line of a stream that failed."""
 
     error: str
 
 
-class OllamaMadeFunction(OllamaShape):
+class OllamaMadeFunction(Shape):
     index: int
     name: str
     arguments: dict[str, Any]
 
 
-class OllamaMadeCall(OllamaShape):
+class OllamaMadeCall(Shape):
     id: str
     function: OllamaMadeFunction
 
 
-class OllamaSaid(OllamaShape):
+class OllamaSaid(Shape):
     """A piece of an answer, or all of it. The last two fields are there only when not empty."""
 
     role: Literal["assistant"]
@@ -45,7 +44,7 @@ class OllamaSaid(OllamaShape):
     tool_calls: Annotated[list[OllamaMadeCall], Field(min_length=1)] | None = None
 
 
-class OllamaLogprob(OllamaShape):
+class OllamaLogprob(Shape):
     """The score of a token. `bytes` is missing for a token that has none."""
 
     token: str
@@ -57,7 +56,7 @@ class OllamaTokenLogprob(OllamaLogprob):
     top_logprobs: list[OllamaLogprob]
 
 
-class OllamaPart(OllamaShape):
+class OllamaPart(Shape):
     """Fields of all lines. `logprobs` is there only when not empty."""
 
     model: str
@@ -105,7 +104,7 @@ class OllamaGenerateAnswer(OllamaEnd):
     thinking: Annotated[str, Field(min_length=1)] | None = None
 
 
-class OllamaDetails(OllamaShape):
+class OllamaDetails(Shape):
     """Details of a model. An empty string is unknown."""
 
     parent_model: str
@@ -116,35 +115,33 @@ class OllamaDetails(OllamaShape):
     quantization_level: str
 
 
-class OllamaModel(OllamaShape):
+class OllamaListed(Shape):
     name: str
     model: str
-    modified_at: OllamaTime
     size: int
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     details: OllamaDetails
 
 
-class OllamaModels(OllamaShape):
+class OllamaModel(OllamaListed):
+    modified_at: OllamaTime
+
+
+class OllamaModels(Shape):
     models: list[OllamaModel]
 
 
-class OllamaRunningModel(OllamaShape):
-    name: str
-    model: str
-    size: int
-    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    details: OllamaDetails
+class OllamaRunningModel(OllamaListed):
     expires_at: OllamaTime
     size_vram: int
     context_length: int
 
 
-class OllamaRunningModels(OllamaShape):
+class OllamaRunningModels(Shape):
     models: list[OllamaRunningModel]
 
 
-class OllamaShown(OllamaShape):
+class OllamaShown(Shape):
     """Information about a model. `model_info` has `general.architecture` and `<architecture>.context_length`
     etc.
     """
@@ -160,5 +157,5 @@ class OllamaShown(OllamaShape):
     modified_at: OllamaTime
 
 
-class OllamaVersion(OllamaShape):
+class OllamaVersion(Shape):
     version: str

@@ -29,7 +29,7 @@ from mlxtp.api.backend import (
 )
 from mlxtp.api.catalog import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.errors import GroupError
 from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
@@ -173,9 +173,6 @@ def ask(**fields: Any) -> dict[str, Any]:
     return {"model": "thinker", "messages": HELLO} | fields
 
 
-# --- chat -------------------------------------------------------------------------------------------------
-
-
 def test_a_whole_answer(thinker: Server, client: ollama.Client) -> None:
     tokens = thinker.ids(ANSWER)
     thinker.backend.script = says([*tokens, 1], step=3)
@@ -186,32 +183,17 @@ def test_a_whole_answer(thinker: Server, client: ollama.Client) -> None:
     request = thinker.backend.request
     assert (answer.prompt_eval_count, answer.eval_count) == (len(request.tokens), len(tokens) + 1)
     assert request.max_tokens == CONTEXT - len(request.tokens)
-    assert whole("chat", post(thinker, "chat", ask(stream=False)).text).message.content == ANSWER
+    response = post(thinker, "chat", ask(stream=False))
+    assert response.headers["content-type"] == "application/json"
+    assert whole("chat", response.text).message.content == ANSWER
 
 
-def test_a_streamed_answer(thinker: Server, client: ollama.Client) -> None:
-    thinker.backend.script = says(thinker.ids(ANSWER), reason="length")
-    parts = list(client.chat(model="thinker", messages=HELLO, stream=True))
-    assert "".join(part.message.content or "" for part in parts) == ANSWER
-    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert [part.done_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert parts[-1].eval_count == len(thinker.ids(ANSWER))
-    assert len(parts) > 5
-
-
-def test_it_streams_unless_told_otherwise(thinker: Server) -> None:
+@pytest.mark.parametrize("said", [{}, {"stream": True}, {"stream": None}])
+def test_it_streams_unless_told_otherwise(thinker: Server, said: dict[str, Any]) -> None:
     thinker.backend.script = says(thinker.ids(ANSWER))
-    for body in (ask(), ask(stream=True), ask(stream=None)):
-        *parts, last = streamed(thinker, "chat", body)
-        assert "".join(part.message.content for part in parts) == ANSWER
-        assert last.message == shapes.OllamaSaid(role="assistant", content="")
-    assert post(thinker, "chat", ask(stream=False)).headers["content-type"] == "application/json"
-
-
-def test_an_empty_answer_is_one_line(thinker: Server) -> None:
-    thinker.backend.script = says([1])
-    [last] = streamed(thinker, "chat", ask())
-    assert (last.done_reason, last.eval_count) == ("stop", 1)
+    *parts, last = streamed(thinker, "chat", ask(**said))
+    assert "".join(part.message.content for part in parts) == ANSWER
+    assert last.message == shapes.OllamaSaid(role="assistant", content="")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -244,26 +226,17 @@ def test_messages_without_content_and_roles_in_capitals(thinker: Server) -> None
     assert prompt(thinker) == "<s><|user|>a<|assistant|>[hm]<|user|><|assistant|>"
 
 
-# --- generate ---------------------------------------------------------------------------------------------
-
-
 def test_a_prompt_is_answered(thinker: Server, client: ollama.Client) -> None:
-    thinker.backend.script = says(thinker.ids(ANSWER))
-    answer = client.generate(model="thinker", prompt="hello", system="be")
-    assert answer.response == ANSWER
-    assert (answer.model, answer.done, answer.done_reason) == ("thinker", True, "stop")
-    assert answer.context is None
-    assert prompt(thinker) == "<s><|system|>be<|user|>hello<|assistant|>"
-
-
-def test_a_prompt_is_answered_in_a_stream(thinker: Server, client: ollama.Client) -> None:
     thinker.backend.script = says(thinker.ids(ANSWER), reason="length")
+    answer = client.generate(model="thinker", prompt="hello", system="be")
+    assert (answer.response, answer.context) == (ANSWER, None)
+    assert (answer.model, answer.done, answer.done_reason) == ("thinker", True, "length")
+    assert prompt(thinker) == "<s><|system|>be<|user|>hello<|assistant|>"
     parts = list(client.generate(model="thinker", prompt="hello", stream=True))
     assert "".join(part.response or "" for part in parts) == ANSWER
-    assert parts[-1].done_reason == "length"
     *lines, last = streamed(thinker, "generate", {"model": "thinker", "prompt": "hello"})
     assert "".join(line.response for line in lines) == ANSWER
-    assert last.response == ""
+    assert (last.response, last.done_reason) == ("", "length")
 
 
 def test_a_raw_prompt_is_continued(thinker: Server, client: ollama.Client) -> None:
@@ -276,7 +249,7 @@ def test_a_raw_prompt_is_continued(thinker: Server, client: ollama.Client) -> No
     ("field", "value"),
     [("suffix", "}"), ("template", "{{ .Prompt }}"), ("context", [1, 2, 3]), ("images", ["aGVsbG8="])],
 )
-def test_what_cannot_be_done_to_a_prompt_is_refused_by_name(
+def test_what_cannot_be_done_is_refused_by_name(
     thinker: Server, client: ollama.Client, field: str, value: Any
 ) -> None:
     with pytest.raises(ollama.ResponseError, match=rf"^{field} is not supported") as refused:
@@ -291,9 +264,6 @@ def test_a_raw_prompt_takes_neither_system_nor_thinking(client: ollama.Client) -
         client.generate(model="thinker", prompt="hello", raw=True, system="be")
     with pytest.raises(ollama.ResponseError, match=r"^think .*raw"):
         client.generate(model="thinker", prompt="hello", raw=True, think=True)
-
-
-# --- options ----------------------------------------------------------------------------------------------
 
 
 def test_options_reach_the_engine(thinker: Server, client: ollama.Client) -> None:
@@ -312,17 +282,14 @@ def test_options_reach_the_engine(thinker: Server, client: ollama.Client) -> Non
 
 
 @pytest.mark.parametrize("limit", [-1, -2, 0, None])
-def test_less_than_one_token_is_no_limit(thinker: Server, client: ollama.Client, limit: int | None) -> None:
-    thinker.backend.script = says([1])
-    client.generate(model="thinker", prompt="hello", options={"num_predict": limit})
-    assert thinker.backend.request.max_tokens == CONTEXT - len(thinker.backend.request.tokens)
-
-
-def test_a_seed_of_minus_one_is_a_fresh_one(thinker: Server, client: ollama.Client) -> None:
+def test_less_than_one_token_is_no_limit_and_a_seed_of_minus_one_is_a_fresh_one(
+    thinker: Server, client: ollama.Client, limit: int | None
+) -> None:
     thinker.backend.script = says([1])
     for _ in range(2):
-        client.generate(model="thinker", prompt="hello", options={"seed": -1})
+        client.generate(model="thinker", prompt="hello", options={"num_predict": limit, "seed": -1})
     first, second = thinker.backend.requests
+    assert first.max_tokens == CONTEXT - len(first.tokens)
     assert first.sampling.seed != second.sampling.seed
 
 
@@ -380,30 +347,22 @@ def test_how_long_the_model_stays_is_passed_on(thinker: Server, keep_alive: Any,
     assert thinker.backend.kept == [expected, expected]
 
 
-HUGE_CALL = {"function": {"name": "a", "arguments": {"b": "HUGE"}}}
-CALLED_WITH_HUGE = {"role": "assistant", "tool_calls": [HUGE_CALL]}
+HUGE = {"b": "HUGE"}
+CALLED_WITH_HUGE = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": HUGE}}]}
 
 
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("format", {"format": {"minimum": "HUGE"}}),
-        (
-            "tools[0].function.parameters",
-            {"tools": [{"function": {"name": "a", "parameters": {"b": "HUGE"}}}]},
-        ),
+        ("format", {"format": HUGE}),
+        ("tools[0].function.parameters", {"tools": [{"function": {"name": "a", "parameters": HUGE}}]}),
         ("messages[0].tool_calls[0].function.arguments", {"messages": [CALLED_WITH_HUGE]}),
     ],
 )
-def test_a_number_that_json_cannot_hold_is_refused(
-    thinker: Server, field: str, fields: dict[str, Any]
-) -> None:
+def test_a_number_that_json_cannot_hold_is_refused(thinker: Server, field: str, fields: Any) -> None:
     content = json.dumps(ask(**fields)).replace('"HUGE"', "1e999").encode()
     said = error_of(post(thinker, "chat", content=content), 400)
     assert said.startswith(f"{field} should have ordinary numbers only")
-
-
-# --- formats ----------------------------------------------------------------------------------------------
 
 
 class Place(BaseModel):
@@ -411,34 +370,17 @@ class Place(BaseModel):
     people: int
 
 
-def test_an_answer_held_to_a_schema(thinker: Server, client: ollama.Client) -> None:
+def test_an_answer_held_to_a_schema_or_to_json(thinker: Server, client: ollama.Client) -> None:
     thinker.backend.script = says(thinker.ids('{"name": "Ulm", "people": 128928}'))
     answer = client.chat(model="thinker", messages=HELLO, format=Place.model_json_schema())
     assert Place.model_validate_json(answer.message.content or "") == Place(name="Ulm", people=128928)
-    shaping = thinker.backend.request.shaping
-    assert shaping.grammar_kind == "json_schema"
-    schema = json.loads(shaping.grammar)
+    schema = json.loads(thinker.backend.request.shaping.grammar)
     assert schema["properties"].keys() == {"name", "people"}
     assert schema["additionalProperties"] is False
-
-
-def test_an_answer_held_to_json(thinker: Server, client: ollama.Client) -> None:
-    thinker.backend.script = says(thinker.ids("{}"))
-    assert client.generate(model="thinker", prompt="hello", format="json").response == "{}"
+    client.generate(model="thinker", prompt="hello", format="json")
     client.generate(model="thinker", prompt="hello", format="")
-    assert [each.shaping.grammar_kind for each in thinker.backend.requests] == ["json_schema", ""]
-
-
-def test_a_refused_grammar_is_called_as_the_client_calls_it(thinker: Server) -> None:
-    async def judge() -> None:
-        raise RequestError("response_format is no grammar", Code.BAD_REQUEST)
-
-    thinker.backend.judge = judge
-    said = error_of(post(thinker, "chat", ask(format={"type": "nothing"})), 400)
-    assert said == "format is no grammar"
-
-
-# --- thinking ---------------------------------------------------------------------------------------------
+    kinds = [each.shaping.grammar_kind for each in thinker.backend.requests]
+    assert kinds == ["json_schema", "json_schema", ""]
 
 
 @pytest.mark.parametrize("path", ["chat", "generate"])
@@ -446,20 +388,17 @@ def test_what_it_thinks_is_told_apart(thinker: Server, client: ollama.Client, pa
     thinker.backend.script = says(thinker.ids("hello wide</think> world"))
     asked: dict[str, Any] = {"messages": HELLO} if path == "chat" else {"prompt": "hello"}
     answer = getattr(client, path)(model="thinker", think=True, **asked)
-    parts = list(getattr(client, path)(model="thinker", think=True, stream=True, **asked))
-    [first, second] = [thinker.tokenizer.decode(each.tokens, skip_special_tokens=False)
-                       for each in thinker.backend.requests]  # fmt: skip
-    assert first == second == "<s><|user|>hello<|assistant|><think>"
+    assert prompt(thinker) == "<s><|user|>hello<|assistant|><think>"
+    parts = streamed(thinker, path, {"model": "thinker", "think": True} | asked)
+    first, second = thinker.backend.requests
+    assert first.tokens == second.tokens
+    field = "response"
     if path == "chat":
-        assert (answer.message.thinking, answer.message.content) == ("hello wide", "world")
-        thoughts = [(part.message.thinking or "", part.message.content or "") for part in parts]
-    else:
-        assert (answer.thinking, answer.response) == ("hello wide", "world")
-        thoughts = [(part.thinking or "", part.response or "") for part in parts]
-    assert "".join(thought for thought, _ in thoughts) == "hello wide"
-    assert "".join(text for _, text in thoughts) == "world"
-    assert all(not thought or not text for thought, text in thoughts)
-    streamed(thinker, path, {"model": "thinker", "think": True} | asked)
+        answer, parts, field = answer.message, [part.message for part in parts], "content"
+    assert (answer.thinking, answer[field]) == ("hello wide", "world")
+    told = [(part.thinking or "", getattr(part, field)) for part in parts]
+    assert ["".join(each) for each in zip(*told, strict=True)] == ["hello wide", "world"]
+    assert all(not thought or not text for thought, text in told)
 
 
 @pytest.mark.parametrize(
@@ -469,11 +408,9 @@ def test_what_it_thinks_is_told_apart(thinker: Server, client: ollama.Client, pa
         (False, "<s><|user|>hello<|assistant|>"),
     ],
 )
-def test_how_hard_to_think_goes_to_the_template(
-    thinker: Server, client: ollama.Client, think: Any, asked: str
-) -> None:
+def test_how_hard_to_think_goes_to_the_template(thinker: Server, think: Any, asked: str) -> None:
     thinker.backend.script = says([1])
-    client.chat(model="thinker", messages=HELLO, think=think)
+    streamed(thinker, "chat", ask(think=think))
     assert prompt(thinker) == asked
 
 
@@ -489,40 +426,24 @@ def test_a_model_that_does_not_think_says_so(server: Server) -> None:
         client.chat(model="other", messages=HELLO, think=True)
 
 
-# --- tools ------------------------------------------------------------------------------------------------
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-
-    Returns:
-        their sum
-    """
-    return a + b
-
-
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+INTEGER = {"type": "integer"}
+ARGUMENTS = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "required": ["a", "b"]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": ARGUMENTS}}
 
 
 def test_a_function_is_called_and_its_result_answered(thinker: Server, client: ollama.Client) -> None:
     thinker.backend.scripts = [says([*thinker.ids("so" + CALL), 1]), says([*thinker.ids("3"), 1])]
     messages: list[Any] = list(HELLO)
-    answer = client.chat(model="thinker", messages=messages, tools=[add])
+    answer = client.chat(model="thinker", messages=messages, tools=[ADD])
     assert (answer.done_reason, answer.message.content) == ("stop", "so")
-    assert answer.message.tool_calls
-    [call] = answer.message.tool_calls
+    [call] = answer.message.tool_calls or ()
     assert (call.function.name, call.function.arguments) == ("add", {"a": 1, "b": 2})
-    offered = json.loads(prompt(thinker).split("<|system|>")[1].split("<|user|>")[0])
-    assert offered[0]["function"]["name"] == "add"
-    assert offered[0]["function"]["parameters"]["required"] == ["a", "b"]
-
-    result = str(add(**call.function.arguments))
-    messages += [answer.message, {"role": "tool", "tool_name": "add", "content": result}]
-    assert client.chat(model="thinker", messages=messages, tools=[add]).message.content == "3"
+    assert json.loads(prompt(thinker).split("<|system|>")[1].split("<|user|>")[0]) == [ADD]
+    messages += [answer.message, {"role": "tool", "tool_name": "add", "content": "3"}]
+    assert client.chat(model="thinker", messages=messages, tools=[ADD]).message.content == "3"
     asked = thinker.tokenizer.decode(thinker.backend.requests[1].tokens, skip_special_tokens=False)
     made = '<|assistant|>so<tool_call>add {"a": 1, "b": 2} call00000</tool_call>'
     assert f"{made}<|tool|>3=add call00000<|assistant|>" in asked
@@ -556,15 +477,6 @@ def test_a_call_is_not_broken_by_its_scores(thinker: Server) -> None:
     assert sum(len(line.logprobs or []) for line in lines) == len(tokens)
 
 
-def test_the_score_of_a_token_without_bytes_has_no_field_for_them(thinker: Server) -> None:
-    text = thinker.backend.text()
-    assert text is not None
-    special, words = next(iter(text.specials)), thinker.ids("hello")
-    thinker.backend.script = says_scored([*words, special])
-    rows = post(thinker, "chat", ask(stream=False, logprobs=True)).json()["logprobs"]
-    assert ["bytes" in row for row in rows] == [True] * len(words) + [False]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_call_that_was_cut_off_is_no_call_but_is_not_lost(thinker: Server, stream: bool) -> None:
     thinker.backend.script = says(thinker.ids(CALL[: CALL.index("1")]), reason="length")
@@ -589,36 +501,27 @@ def called(*names: str, **ids: str) -> dict[str, Any]:
 
 
 def test_results_find_their_calls() -> None:
-    by_name = [called("a", "b"), {"role": "tool", "tool_name": "b"}, {"role": "tool", "tool_name": "a"}]
-    assert turns_of(by_name) == [("call00001", "b"), ("call00000", "a")]
-    in_order = [called("a", "b"), {"role": "tool"}, {"role": "tool"}]
-    assert turns_of(in_order) == [("call00000", "a"), ("call00001", "b")]
-    twice = [called("a", "a"), {"role": "tool", "tool_name": "a"}, {"role": "tool", "tool_name": "a"}]
-    assert turns_of(twice) == [("call00000", "a"), ("call00001", "a")]
-    by_id = [called("a", "b", a="x", b="y"), {"role": "tool", "tool_call_id": "y"}]
-    assert turns_of(by_id) == [("y", "b")]
-    unasked = [{"role": "tool", "tool_name": "a", "tool_call_id": "z"}, {"role": "tool"}]
-    assert turns_of(unasked) == [("z", "a"), ("", "")]
-
-
-# --- log-probabilities ------------------------------------------------------------------------------------
+    none = {"role": "tool"}
+    a, b = none | {"tool_name": "a"}, none | {"tool_name": "b"}
+    assert turns_of([called("a", "b"), b, a]) == [("call00001", "b"), ("call00000", "a")]
+    assert turns_of([called("a", "b"), none, none]) == [("call00000", "a"), ("call00001", "b")]
+    assert turns_of([called("a", "a"), a, a]) == [("call00000", "a"), ("call00001", "a")]
+    assert turns_of([called("a", "b", a="x", b="y"), none | {"tool_call_id": "y"}]) == [("y", "b")]
+    assert turns_of([a | {"tool_call_id": "z"}, none]) == [("z", "a"), ("", "")]
 
 
 def test_log_probabilities(thinker: Server, client: ollama.Client) -> None:
-    tokens = thinker.ids("hello wide world")
+    tokens = [*thinker.ids("hello wide world"), next(iter(thinker.backend.loaded_text.specials))]
     thinker.backend.script = says_scored(tokens, top=2)
     answer = client.chat(model="thinker", messages=HELLO, logprobs=True, top_logprobs=2)
-    assert answer.logprobs
-    assert [row.logprob for row in answer.logprobs] == [score(i).logprob for i in range(len(tokens))]
-    assert "".join(row.token for row in answer.logprobs) == "hello wide world"
-    assert [len(row.top_logprobs or []) for row in answer.logprobs] == [2] * len(tokens)
-    assert thinker.backend.request.logprobs == 2
+    rows = answer.logprobs or []
+    assert [row.logprob for row in rows] == [score(i).logprob for i in range(len(tokens))]
+    assert "".join(row.token for row in rows[:-1]) == "hello wide world"
+    assert [len(row.top_logprobs or []) for row in rows] == [2] * len(tokens)
     lines = streamed(thinker, "generate", {"model": "thinker", "prompt": "hello", "logprobs": True})
-    assert sum(len(line.logprobs or []) for line in lines) == len(tokens)
+    told = [row for line in lines for row in line.logprobs or []]
+    assert ["bytes" in row.model_fields_set for row in told] == [True] * (len(tokens) - 1) + [False]
     assert [each.logprobs for each in thinker.backend.requests] == [2, 0]
-
-
-# --- loading ----------------------------------------------------------------------------------------------
 
 
 def test_no_prompt_asks_whether_the_model_is_loaded(thinker: Server, client: ollama.Client) -> None:
@@ -636,36 +539,19 @@ def test_no_prompt_asks_whether_the_model_is_loaded(thinker: Server, client: oll
 
 
 @pytest.mark.parametrize("keep_alive", [0, "0s", "0"])
-def test_no_client_unloads_the_model(client: ollama.Client, keep_alive: Any) -> None:
-    for call in (client.generate, client.chat):
-        with pytest.raises(ollama.ResponseError, match="`mlxtp unload`") as refused:
-            call(model="thinker", keep_alive=keep_alive)
-        assert refused.value.status_code == 400
-
-
-@pytest.mark.parametrize("keep_alive", [0, "0s"])
-def test_a_client_unloads_what_is_not_pinned(thinker: Server, client: ollama.Client, keep_alive: Any) -> None:
+def test_only_what_is_not_pinned_is_unloaded(thinker: Server, client: ollama.Client, keep_alive: Any) -> None:
     name = "org/thinker"
     unpinned = DeploymentHealth(name, name, "ready", pinned=False, ready=True, expires_s=60.0)
+    for deployments in ((), (replace(unpinned, pinned=True),)):
+        thinker.backend.deployments = deployments
+        for call in (client.generate, client.chat):
+            with pytest.raises(ollama.ResponseError, match="`mlxtp unload`") as refused:
+                call(model="thinker", keep_alive=keep_alive)
+            assert refused.value.status_code == 400
     thinker.backend.deployments = (unpinned,)
     assert client.generate(model="thinker:latest", keep_alive=keep_alive).done_reason == "unload"
     assert client.chat(model="thinker", keep_alive="10m").done_reason == "load"
     assert thinker.backend.kept == [0, 600]
-    thinker.backend.deployments = (replace(unpinned, pinned=True),)
-    with pytest.raises(ollama.ResponseError, match="`mlxtp unload`"):
-        client.generate(model="thinker", keep_alive=keep_alive)
-
-
-def test_when_a_model_goes_is_told(thinker: Server, client: ollama.Client) -> None:
-    stays = DeploymentHealth("org/thinker", "org/thinker", "ready", pinned=True, ready=True)
-    thinker.backend.deployments = (stays,)
-    [row] = client.ps().models
-    assert row.expires_at is not None
-    assert row.expires_at.year == 9999
-    thinker.backend.deployments = (replace(stays, expires_s=60.0),)
-    [row] = client.ps().models
-    assert row.expires_at is not None
-    assert 0 < (row.expires_at - datetime.now(UTC)).total_seconds() <= 60
 
 
 def test_while_nothing_is_ready(thinker: Server, client: ollama.Client) -> None:
@@ -674,9 +560,6 @@ def test_while_nothing_is_ready(thinker: Server, client: ollama.Client) -> None:
     assert client.list().models == []
     assert client.ps().models == []
     assert get(thinker, "version").status_code == 200
-
-
-# --- names ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -693,7 +576,6 @@ def test_names_are_echoed(thinker: Server, client: ollama.Client, name: str) -> 
 )
 def test_an_unknown_model_is_a_404(client: ollama.Client, name: str) -> None:
     for call in (
-        lambda: client.chat(model=name, messages=HELLO),
         lambda: list(client.chat(model=name, messages=HELLO, stream=True)),
         lambda: client.generate(model=name, prompt="hello"),
         lambda: client.show(name),
@@ -703,24 +585,15 @@ def test_an_unknown_model_is_a_404(client: ollama.Client, name: str) -> None:
         assert refused.value.status_code == 404
 
 
-# --- what is told of models -------------------------------------------------------------------------------
-
-
 def test_the_list_of_models(thinker: Server, client: ollama.Client) -> None:
+    [row] = shapes.OllamaModels.model_validate_json(get(thinker, "tags").content).models
+    assert (row.name, row.model, row.size) == ("org/thinker", "org/thinker", 1000)
+    details = row.details
+    assert (details.format, details.family, details.families) == ("safetensors", "qwen3", ["qwen3"])
+    assert (details.parameter_size, details.quantization_level) == ("8.0B", "4-bit")
     [model] = client.list().models
-    assert model.model == "org/thinker"
-    assert model.size == 1000
     assert model.modified_at is not None
     assert model.modified_at.timestamp() == 1_700_000_000
-    assert re.fullmatch("[0-9a-f]{64}", model.digest or "")
-    assert model.details
-    assert model.details.format == "safetensors"
-    assert (model.details.family, model.details.families) == ("qwen3", ["qwen3"])
-    assert (model.details.parameter_size, model.details.quantization_level) == ("8.0B", "4-bit")
-    [row] = shapes.OllamaModels.model_validate_json(get(thinker, "tags").content).models
-    assert row.name == row.model
-    thinker.backend.script = says([1])
-    assert client.chat(model=model.model, messages=HELLO).done
 
 
 def test_the_running_models(thinker: Server, client: ollama.Client) -> None:
@@ -728,19 +601,25 @@ def test_the_running_models(thinker: Server, client: ollama.Client) -> None:
     [model] = client.ps().models
     assert (model.name, model.model, model.context_length) == ("org/thinker", "org/thinker", CONTEXT)
     assert model.size == 1000
-    assert model.expires_at is not None
-    assert model.expires_at.year > 2100
+    stays = DeploymentHealth("org/thinker", "org/thinker", "ready", pinned=True, ready=True)
+    expires = [model.expires_at]
+    for expires_s in (None, 60.0):
+        thinker.backend.deployments = (replace(stays, expires_s=expires_s),)
+        expires.append(client.ps().models[0].expires_at)
+    assert [each is not None and each.year == 9999 for each in expires] == [True, True, False]
+    assert 0 < (expires[2] - datetime.now(UTC)).total_seconds() <= 60  # type: ignore[operator]
     assert isinstance(thinker.backend, Backend)
-    thinker.backend.memory = (3000, 2000)
-    assert client.ps().models[0].size == 5000
-    thinker.backend.memory = (3000, 0)  # one has not told yet
-    assert client.ps().models[0].size == 1000
+    for memory, size in (((3000, 2000), 5000), ((3000, 0), 1000)):  # one has not told yet
+        thinker.backend.memory = memory
+        assert client.ps().models[0].size == size
 
 
 def test_a_model_is_shown(thinker: Server, client: ollama.Client, server: Server) -> None:
     shown = client.show("thinker:latest")
     assert shown.capabilities == ["completion", "tools", "thinking"]
     assert client_of(server).show("tiny").capabilities == ["completion"]
+    [listed] = httpx.get(f"{thinker.url}/v1/models", trust_env=False, timeout=WAIT_S).json()["data"]
+    assert listed["supported_features"] == ["tools", "reasoning"]
     assert shown.template == TEMPLATE
     assert shown.modelinfo == {
         "general.architecture": "qwen3",
@@ -752,24 +631,12 @@ def test_a_model_is_shown(thinker: Server, client: ollama.Client, server: Server
     }
     assert shown.details
     assert shown.details.quantization_level == "4-bit"
-    by_name = post(thinker, "show", {"name": "thinker"})
-    assert (
-        shapes.OllamaShown.model_validate_json(by_name.content).details.model_dump()
-        == shown.details.model_dump()
-    )
-
-
-def test_openai_clients_find_the_same_capabilities(thinker: Server) -> None:
-    [model] = httpx.get(f"{thinker.url}/v1/models", trust_env=False, timeout=WAIT_S).json()["data"]
-    assert model["supported_features"] == ["tools", "reasoning"]
-
-
-def test_its_parameters_are_lines_that_continue_reads(thinker: Server) -> None:
     thinker.backend.defaults = Sampling(temperature=0.6, top_k=20)
-    parameters = post(thinker, "show", {"name": "thinker"}).json()["parameters"]
-    pattern = re.compile(r'^(\S+)\s+((?:".*")|\S+)$')  # as in Continue's source
-    found = [match.groups() if (match := pattern.match(line)) else None for line in parameters.split("\n")]
-    assert found == [("num_ctx", str(CONTEXT)), ("temperature", "0.6"), ("top_k", "20")]
+    by_name = shapes.OllamaShown.model_validate_json(post(thinker, "show", {"name": "thinker"}).content)
+    assert by_name.details.model_dump() == shown.details.model_dump()
+    pattern = re.compile(r'^(\S+)\s+((?:".*")|\S+)$')  # of a line that Continue reads, as in its source
+    found = [pattern.findall(line) for line in by_name.parameters.split("\n")]
+    assert found == [[("num_ctx", str(CONTEXT))], [("temperature", "0.6")], [("top_k", "20")]]
 
 
 def test_what_a_folder_does_not_tell_is_not_made_up(tmp_path: Path) -> None:
@@ -779,108 +646,65 @@ def test_what_a_folder_does_not_tell_is_not_made_up(tmp_path: Path) -> None:
         return read_card(ModelInfo("m", (), tmp_path, 10, 0, (1,), 5))
 
     nothing = read_card(ModelInfo("m", (), tmp_path / "missing", 10, 0, (1,), 5))
-    unknown = (nothing.family, nothing.parameters, nothing.quantization, nothing.weight_bytes)
-    assert unknown == ("", "", "", 0)
+    assert (nothing.family, nothing.parameters, nothing.quantization, nothing.weight_bytes) == ("", "", "", 0)
     assert len(nothing.digest) == 64
     for config in ("{", "[]", {"model_type": 5, "quantization": {"bits": "4"}, "dtype": 3}):
         broken = card(config, {"metadata": {"total_parameters": "many"}})
         assert (broken.family, broken.parameters, broken.quantization) == ("", "", "")
     assert card({"torch_dtype": "bfloat16"}).quantization == "BF16"
-    assert (
-        card({"text_config": {"dtype": "float16", "hidden_size": 3}, "hidden_size": 4}).number("hidden_size")
-        == 3
-    )
+    assert card({"text_config": {"hidden_size": 3}, "hidden_size": 4}).number("hidden_size") == 3
     assert card({"quantization_config": {"quant_method": "mxfp4"}}).quantization == "mxfp4"
-    counts = {950_000: "950.0K", 1_235_814_400: "1.2B", 999: "999", 0: ""}
-    for count, said in counts.items():
+    for count, said in {950_000: "950.0K", 1_235_814_400: "1.2B", 999: "999", 0: ""}.items():
         assert card({}, {"metadata": {"total_parameters": count}}).parameters == said
     before = card({"a": 1}).digest
     (tmp_path / "model.safetensors").write_bytes(b"x")
     assert card({"a": 1}).digest != before
 
 
-def test_the_version_is_one_that_clients_take(thinker: Server) -> None:
+def test_clients_that_look_for_a_server_find_one_of_a_version_that_they_take(thinker: Server) -> None:
     version = shapes.OllamaVersion.model_validate_json(get(thinker, "version").content).version
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
-
-
-def test_probes(thinker: Server) -> None:
     for path in ("tags", "version", "ps"):
         response = httpx.head(f"{thinker.url}/api/{path}", timeout=WAIT_S, trust_env=False)
         assert (response.status_code, response.content) == (200, b"")
 
 
-# --- what is not served -----------------------------------------------------------------------------------
-
-
-ELSEWHERE, NO_EMBEDDINGS = "`mlxtp serve MODEL`", "no embeddings"
-
-
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        (ELSEWHERE, lambda client, _: client.pull("llama3")),
-        (ELSEWHERE, lambda client, _: list(client.pull("llama3", stream=True))),
-        (ELSEWHERE, lambda client, _: client.push("thinker")),
-        (ELSEWHERE, lambda client, _: client.create("mine", from_="thinker")),
-        (ELSEWHERE, lambda client, _: client.copy("thinker", "mine")),
-        (ELSEWHERE, lambda client, _: client.delete("thinker")),
-        (ELSEWHERE, lambda client, blob: client.create_blob(blob)),
-        (NO_EMBEDDINGS, lambda client, _: client.embed(model="thinker", input="hello")),
-        (NO_EMBEDDINGS, lambda client, _: client.embeddings(model="thinker", prompt="hello")),
+        ("`mlxtp serve MODEL`", lambda client: client.pull("llama3")),
+        ("`mlxtp serve MODEL`", lambda client: list(client.pull("llama3", stream=True))),
+        ("`mlxtp serve MODEL`", lambda client: client.delete("thinker")),
+        ("no embeddings", lambda client: client.embed(model="thinker", input="hello")),
     ],
 )
-def test_what_is_not_served_is_said(client: ollama.Client, tmp_path: Path, words: str, call: Any) -> None:
-    blob = tmp_path / "blob"
-    blob.write_bytes(b"x" * 100)
+def test_what_is_not_served_is_said(client: ollama.Client, words: str, call: Any) -> None:
     with pytest.raises(ollama.ResponseError, match=words) as refused:
-        call(client, blob)
+        call(client)
     assert refused.value.status_code == 400
 
 
 def test_every_refusal_has_the_same_shape(thinker: Server) -> None:
     assert "/api/nothing" in error_of(get(thinker, "nothing"), 404)
     assert "/api/chat" in error_of(get(thinker, "chat"), 405)
+    assert str(CONTEXT) in error_of(post(thinker, "generate", {"prompt": "x " * 5000}), 400)
     response = post(thinker, "chat", ask(), headers={"origin": "https://elsewhere.example"})
     assert "elsewhere.example" in error_of(response, 403)
 
 
-# --- failures ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
-    [
-        (GroupError("rank 1 is gone", Code.RANK_LOST), "rank 1 is gone"),
-        (ValueError("a bug"), "internal error"),
-    ],
+    [(GroupError("rank 1 is gone"), "rank 1 is gone"), (ValueError("a bug"), "internal error")],
 )
 def test_a_failure_in_the_middle_is_the_last_line(
     thinker: Server, client: ollama.Client, error: Any, said: str
 ) -> None:
     thinker.backend.script = then(thinker.ids("hello"), fail_with(error))
-    heard: list[str] = []
-
-    def hear() -> None:
-        for part in client.chat(model="thinker", messages=HELLO, stream=True):
-            heard.append(part.message.content or "")
-
+    stream = iter(client.chat(model="thinker", messages=HELLO, stream=True))
+    assert next(stream).message.content == "hello"
     with pytest.raises(ollama.ResponseError, match=said):
-        hear()
-    assert "".join(heard) == "hello"
+        next(stream)
     *lines, last = [json.loads(line) for line in post(thinker, "chat", ask()).text.splitlines()]
     assert last.keys() == {"error"}
     assert said in last["error"]
     assert not any(line["done"] for line in lines)
-
-
-def test_a_failure_of_a_whole_answer_has_a_status(thinker: Server) -> None:
-    thinker.backend.script = then(thinker.ids("hello"), fail_with(GroupError("rank 1 is gone")))
-    response = post(thinker, "chat", ask(stream=False))
-    assert error_of(response, 503) == "rank 1 is gone"
-    assert response.headers["retry-after"] == "7"
-
-
-def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(thinker: Server) -> None:
-    said = error_of(post(thinker, "generate", {"prompt": "x " * 5000}), 400)
-    assert str(CONTEXT) in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
+from mlxtp.api.backend import Sampling
 from mlxtp.api.dialects import responses as responses_module
 from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import GroupError, RequestError
@@ -21,7 +20,8 @@ from mlxtp.text.conversation import GenerationRequest
 
 from ..conftest import CONTEXT, WAIT_S, Server, forever, says, says_scored, score, then
 from ..test_app import assert_error, fail_with
-from .responses_shapes import InputTokens, ResponseBody
+from .conftest import impossible
+from .shapes import read
 
 TEXT = "hello wide world, 日本語 😀"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
@@ -37,6 +37,14 @@ TIME = {"type": "function", "name": "time", "parameters": None, "strict": False,
 
 def create(server: Server, **fields: Any) -> Any:
     return server.client.responses.create(**({"model": "tiny", "input": "hello"} | fields))
+
+
+def body_of(response: httpx.Response) -> dict[str, Any]:
+    """The body of an answer, or the one at the end of its stream, strictly parsed."""
+    streamed = response.headers["content-type"].startswith("text/event-stream")
+    body: dict[str, Any] = events_of(response)[-1]["response"] if streamed else response.json()
+    strict_response(body)
+    return body
 
 
 def http(server: Server, body: Any, path: str = "") -> httpx.Response:
@@ -56,25 +64,15 @@ def prompts(server: Server) -> list[str]:
     return ["<s>" + prompt.partition("<s>")[2] for prompt in whole]
 
 
-# --- strict parsing ---------------------------------------------------------------------------------------
-
 EVENTS: dict[str, type[pydantic.BaseModel]] = {
     get_args(kind.model_fields["type"].annotation)[0]: kind
     for kind in get_args(get_args(ResponseStreamEvent)[0])
 }
-NOT_TYPED = {
-    "store",
-    "name",
-    "bytes",
-    "status",
-}  # published, but unknown to this version of the library's types
 
 
 def strict_response(body: Any) -> Response:
     """As the strictest of clients reads it: every field is there, none is unknown, each has its type."""
-    response = Response.model_validate_json(json.dumps(body), strict=True)
-    assert_typed(response)
-    ResponseBody.model_validate_json(json.dumps(body))
+    response = read(Response, json.dumps(body))
     places = [item["id"] for item in body["output"]]
     assert len(set(places)) == len(places)
     if body["status"] in ("completed", "incomplete"):
@@ -83,18 +81,9 @@ def strict_response(body: Any) -> Response:
         states = [item["status"] for item in body["output"] if item["type"] != "compaction"]
         assert states == [*["completed"] * (len(places) - 1), body["status"]][: len(states)]
         assert body["completed_at"] >= body["created_at"]
+    cut = {"reason": "max_output_tokens"} if body["status"] == "incomplete" else None
+    assert body["incomplete_details"] == cut
     return response
-
-
-def assert_typed(model: Any) -> None:
-    """Nothing in it that its type does not know: a union that matched the wrong branch shows up here."""
-    if isinstance(model, pydantic.BaseModel):
-        assert set(model.model_extra or {}) <= NOT_TYPED, (type(model), model.model_extra)
-        for name in model.model_fields_set:
-            assert_typed(getattr(model, name, None))
-    elif isinstance(model, list):
-        for each in model:
-            assert_typed(each)
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -108,14 +97,12 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
-        kind = EVENTS[event["type"]]
-        parsed = kind.model_validate_json(json.dumps(event), strict=True)
-        assert event.keys() >= set(kind.model_fields)
-        assert_typed(parsed)
+        read(EVENTS[event["type"]], json.dumps(event))
         if "response" in event:
             strict_response(event["response"])
         events.append(event)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == f"response.{events[-1]['response']['status']}"
     assert_places(events)
     return events
 
@@ -147,7 +134,10 @@ def deltas(events: list[dict[str, Any]], kind: str) -> str:
     return "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
 
 
-# --- whole answers ----------------------------------------------------------------------------------------
+def kinds_of(events: list[dict[str, Any]], index: int) -> list[str]:
+    """What is told of an item, but for its deltas."""
+    kinds = [event["type"] for event in events if event.get("output_index") == index]
+    return [kind.removeprefix("response.") for kind in kinds if not kind.endswith("delta")]
 
 
 def test_a_whole_answer(server: Server) -> None:
@@ -179,8 +169,8 @@ def test_settings_reach_the_backend(server: Server) -> None:
         },
     )  # fmt: skip
     request = server.backend.request
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 30)
-    assert (request.sampling.seed, request.max_tokens, request.logprobs) == (7, 20, 4)
+    assert request.sampling == Sampling(0.5, 0.9, 30, seed=7)
+    assert (request.max_tokens, request.logprobs) == (20, 4)
     assert (request.shaping.min_tokens, request.shaping.bias_tokens) == (2, (7,))
     assert server.backend.whose[0].user == "me"
     assert (response.temperature, response.top_p) == (0.5, 0.9)
@@ -212,12 +202,6 @@ def part(kind: str, said: str) -> dict[str, Any]:
     return {"type": kind, "text": said}
 
 
-def test_a_call_that_was_cut_off_was_never_made(thinker: Server) -> None:
-    cut = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x', "status": "incomplete"}
-    create(thinker, input=[{"role": "user", "content": "a"}, cut, {"role": "user", "content": "b"}])
-    assert prompts(thinker) == ["<s><|user|>a<|user|>b<|assistant|>"]
-
-
 @pytest.mark.parametrize(
     ("reasoning", "seen"),
     [
@@ -232,13 +216,8 @@ def test_effort_decides_whether_the_model_thinks(thinker: Server, reasoning: Any
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_without_a_word_still_has_its_text(server: Server, stream: bool) -> None:
-    response = post(server, stream=stream)
-    body = events_of(response)[-1]["response"] if stream else response.json()
-    assert strict_response(body).output_text == ""
-    assert [item["type"] for item in body["output"]] == ["message"]
-
-
-# --- streams ----------------------------------------------------------------------------------------------
+    [message] = body_of(post(server, stream=stream))["output"]
+    assert (message["type"], message["content"][0]["text"]) == ("message", "")
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -246,30 +225,17 @@ def test_a_streamed_answer(server: Server, step: int) -> None:
     tokens = server.ids(TEXT)
     server.backend.script = says(tokens, step=step)
     events = events_of(post(server, stream=True))
-    kinds = [event["type"] for event in events if event["type"] != "response.output_text.delta"]
-    assert kinds == [
-        "response.created", "response.in_progress", "response.output_item.added",
-        "response.content_part.added", "response.output_text.done", "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
+    assert kinds_of(events, 0) == [
+        "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done",
     ]  # fmt: skip
     assert deltas(events, "output_text") == TEXT
     last = events[-1]["response"]
-    assert strict_response(last).output_text == TEXT
+    assert (events[-1]["type"], strict_response(last).output_text) == ("response.completed", TEXT)
     assert last["usage"]["output_tokens"] == len(tokens)
     first = events[0]["response"]
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
     assert {event["response"]["id"] for event in events if "response" in event} == {last["id"]}
-
-
-def test_the_librarys_stream_helper(server: Server) -> None:
-    server.backend.script = says(server.ids(TEXT))
-    with server.client.responses.stream(model="tiny", input="hello") as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_response()
-    assert kinds[0] == "response.created"
-    assert kinds[-1] == "response.completed"
-    assert final.output_text == TEXT
 
 
 def comparable(body: dict[str, Any]) -> str:
@@ -286,13 +252,9 @@ def comparable(body: dict[str, Any]) -> str:
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_stream_ends_with_what_a_whole_answer_is(thinker: Server, said: str, reason: str) -> None:
     thinker.backend.script = says(thinker.ids(said), reason, cached=2)
-    whole = post(thinker, tools=[WEATHER]).json()
-    strict_response(whole)
-    events = events_of(post(thinker, tools=[WEATHER], stream=True))
-    assert comparable(events[-1]["response"]) == comparable(whole)
+    whole, streamed = (body_of(post(thinker, tools=[WEATHER], stream=stream)) for stream in (False, True))
+    assert comparable(streamed) == comparable(whole)
 
-
-# --- log-probabilities ------------------------------------------------------------------------------------
 
 LOGPROBS = ["message.output_text.logprobs"]
 
@@ -316,94 +278,41 @@ def test_logprobs(server: Server, top: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_text_alone(thinker: Server, stream: bool) -> None:
-    thinker.backend.script = says_scored(thinker.ids(f"<think>hello</think>hello{CALL}"))
-    response = post(thinker, tools=[WEATHER], include=LOGPROBS, stream=stream)
-    body = events_of(response)[-1]["response"] if stream else response.json()
-    message = body["output"][1]
+@pytest.mark.parametrize(("step", "call"), [(1, CALL), (3, CALL), (5, ""), (100, "")])
+def test_logprobs_are_those_of_the_text_alone(thinker: Server, stream: bool, step: int, call: str) -> None:
+    thinker.backend.script = says_scored(thinker.ids(f"<think>hello</think>hello{call}"), step)
+    message = body_of(post(thinker, tools=[WEATHER], include=LOGPROBS, stream=stream))["output"][1]
     told = b"".join(bytes(row["bytes"]) for row in message["content"][0]["logprobs"]).decode()
     assert message["content"][0]["text"] == "hello"
     assert told.startswith("hello")
     assert len(told) < len("hello<tool_call>")
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 100])
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_thoughts_are_not_those_of_the_text(thinker: Server, stream: bool, step: int) -> None:
-    thinker.backend.script = says_scored(thinker.ids("<think>hello</think>hello wide"), step)
-    response = post(thinker, include=LOGPROBS, stream=stream)
-    body = events_of(response)[-1]["response"] if stream else response.json()
-    rows = body["output"][1]["content"][0]["logprobs"]
-    assert b"".join(bytes(row["bytes"]) for row in rows) == b"hello wide"
-
-
 def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
-    async def script() -> Any:
-        yield Tokens((70,), (TokenScore(-math.inf, ((71, -math.inf),)),))
-        yield StreamEnd("stop", 1)
-
-    server.backend.script = script
-    body = post(server, include=LOGPROBS, top_logprobs=1).json()
+    server.backend.script = impossible
+    body = post(server, include=LOGPROBS, top_logprobs=2).json()
     [row] = body["output"][0]["content"][0]["logprobs"]
     assert (row["logprob"], row["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
-
-
-# --- thoughts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_are_an_item_of_their_own(thinker: Server, stream: bool) -> None:
     thinker.backend.script = says(thinker.ids("<think>hm, 日本</think>hello"))
     response = post(thinker, stream=stream)
-    body = response.json() if not stream else events_of(response)[-1]["response"]
-    assert strict_response(body).output_text == "hello"
+    body = body_of(response)
     thoughts, message = body["output"]
     assert (thoughts["type"], message["type"]) == ("reasoning", "message")
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm, 日本"}]
+    assert message["content"][0]["text"] == "hello"
     counted = body["usage"]["output_tokens_details"]["reasoning_tokens"]
     assert counted == len(thinker.ids("hm, 日本</think>"))
     if stream:
         events = events_of(response)
         assert deltas(events, "reasoning_text") == "hm, 日本"
-        kinds = [event["type"] for event in events if event.get("output_index") == 0]
-        assert [kind for kind in kinds if not kind.endswith("delta")] == [
-            "response.output_item.added", "response.content_part.added", "response.reasoning_text.done",
-            "response.content_part.done", "response.output_item.done",
+        assert kinds_of(events, 0) == [
+            "output_item.added", "content_part.added", "reasoning_text.done", "content_part.done",
+            "output_item.done",
         ]  # fmt: skip
-
-
-def test_thoughts_come_back_to_the_model(thinker: Server) -> None:
-    thinker.backend.script = says(thinker.ids("<think>hm</think>hello"))
-    first = create(thinker)
-    create(thinker, input="b", previous_response_id=first.id)
-    items = [{"role": "user", "content": "hello"}, *first.output, {"role": "user", "content": "b"}]
-    create(thinker, input=items)
-    create(thinker, input=[{"role": "user", "content": "other"}, *items[1:]])
-    _, kept, sent, other = prompts(thinker)
-    assert kept == sent == "<s><|user|>hello<|assistant|><think>hm</think>hello<|user|>b<|assistant|>"
-    assert other == "<s><|user|>other<|assistant|>(hm)hello<|user|>b<|assistant|>"
-
-
-# --- tools ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_tool_is_called_and_answered(thinker: Server, stateful: bool) -> None:
-    thinker.backend.scripts = [says(thinker.ids(f"<think>hm</think>{CALL}")), says(thinker.ids("sunny"))]
-    question: Any = {"role": "user", "content": "how?"}
-    first = create(thinker, input=[question], tools=[WEATHER])
-    assert [item.type for item in first.output] == ["reasoning", "function_call"]
-    call = first.output[1]
-    assert (call.name, json.loads(call.arguments), call.status) == ("weather", {"city": "Bonn"}, "completed")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
-    if stateful:
-        second = create(thinker, input=[result], tools=[WEATHER], previous_response_id=first.id)
-    else:
-        second = create(thinker, input=[question, *first.output, result], tools=[WEATHER])
-    assert second.output_text == "sunny"
-    assert prompts(thinker)[1] == (
-        '<s><|user|>how?<|assistant|>(hm)!weather{"city": "Bonn"}<|tool|>21+weather<|assistant|>'
-    )
 
 
 def test_a_call_is_streamed(thinker: Server) -> None:
@@ -411,27 +320,10 @@ def test_a_call_is_streamed(thinker: Server) -> None:
     events = events_of(post(thinker, tools=[WEATHER], stream=True))
     assert deltas(events, "function_call_arguments") == '{"city": "Bonn"}'
     assert sum(event["type"].endswith("arguments.delta") for event in events) > 1
-    kinds = [event["type"] for event in events if event.get("output_index") == 1]
-    assert [kind for kind in kinds if not kind.endswith("delta")] == [
-        "response.output_item.added", "response.function_call_arguments.done", "response.output_item.done",
-    ]  # fmt: skip
+    assert kinds_of(events, 1) == ["output_item.added", "function_call_arguments.done", "output_item.done"]
     [done] = [event for event in events if event["type"].endswith("arguments.done")]
     assert (done["arguments"], done["name"]) == ('{"city": "Bonn"}', "weather")
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
-
-
-def test_a_call_is_parsed_by_the_library(thinker: Server) -> None:
-    class Weather(pydantic.BaseModel):
-        city: str
-
-    tool: Any = openai.pydantic_function_tool(Weather, name="weather")["function"]
-    thinker.backend.script = says(thinker.ids(CALL))
-    with thinker.client.responses.stream(
-        model="tiny", input="hello", tools=[{"type": "function", **tool}]
-    ) as stream:
-        [call] = stream.get_final_response().output
-    assert call.type == "function_call"
-    assert call.parsed_arguments == {"city": "Bonn"}
 
 
 def allowed(mode: str, name: str) -> dict[str, Any]:
@@ -447,76 +339,30 @@ def allowed(mode: str, name: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_choice_of_tools(thinker: Server, choice: Any, offered: str, grammar: str) -> None:
-    body = post(thinker, tools=[WEATHER, TIME], tool_choice=choice).json()
-    strict_response(body)
-    assert body["tool_choice"] == choice
-    assert body["tools"] == [WEATHER, TIME]
+    body = body_of(post(thinker, tools=[WEATHER, TIME], tool_choice=choice))
+    assert (body["tool_choice"], body["tools"]) == (choice, [WEATHER, TIME])
     [prompt] = prompts(thinker)
     assert prompt.split("=")[0].removesuffix("<|assistant|>") == f"<s><|user|>hello{offered}"
-    request = thinker.backend.request
-    assert request.shaping.grammar_kind == grammar
+    shaping = thinker.backend.request.shaping
+    assert shaping.grammar_kind == grammar
     if isinstance(choice, dict) and choice["type"] == "function":
-        assert "weather" not in request.shaping.grammar
-
-
-def test_a_call_that_is_cut_off_is_incomplete(thinker: Server) -> None:
-    thinker.backend.script = says(thinker.ids(CALL)[:-20], "length")
-    body = post(thinker, tools=[WEATHER]).json()
-    strict_response(body)
-    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    [call] = body["output"]
-    assert (call["type"], call["status"]) == ("function_call", "incomplete")
-    create(thinker, input="go on", previous_response_id=body["id"])
-    assert prompts(thinker)[1] == "<s><|user|>hello<|user|>go on<|assistant|>"
+        assert "weather" not in shaping.grammar
 
 
 def test_thoughts_that_lead_nowhere_and_calls_that_were_cut_off_are_not_kept(thinker: Server) -> None:
-    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    thought = {"type": "reasoning", "summary": [], "content": [part("reasoning_text", "hm")]}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "1", "output": "x"}
-    said = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    given = [
-        thought,
-        call,
-        thought,
-        result,
-        call | {"status": "incomplete"},
-        thought,
-        thought,
-        *said,
-        thought,
-    ]
+    cut, said = call | {"status": "incomplete"}, {"role": "assistant", "content": "a"}
+    given = [thought, call, thought, result, cut, thought, thought, said, user("b"), thought]
     first = post(thinker, input=given).json()["id"]
     kept: Any = parse(json.dumps({"input": given}).encode(), ResponseStore(), "").dialect
-    assert [item["type"] for item in json.loads(kept.input)] == [
-        "reasoning",
-        "function_call",
-        "function_call_output",
-        *["reasoning"] * 2,
-        *["message"] * 2,
-    ]
+    assert " ".join(item["type"] for item in json.loads(kept.input)) == (
+        "reasoning function_call function_call_output reasoning reasoning message message"
+    )
     create(thinker, input="c", previous_response_id=first)
     before, after = prompts(thinker)
     assert after.startswith(before)
-
-
-# --- structured output ------------------------------------------------------------------------------------
-
-
-class Person(pydantic.BaseModel):
-    name: str
-    age: int
-
-
-def test_an_answer_in_the_form_of_a_class(server: Server) -> None:
-    server.backend.script = says(server.ids('{"name": "Ada", "age": 36}'))
-    answer = server.client.responses.parse(model="tiny", input="hello", text_format=Person)
-    assert answer.output_parsed == Person(name="Ada", age=36)
-    with server.client.responses.stream(model="tiny", input="hello", text_format=Person) as stream:
-        assert stream.get_final_response().output_parsed == Person(name="Ada", age=36)
-    for request in server.backend.requests:
-        assert request.shaping.grammar_kind == "json_schema"
-        assert json.loads(request.shaping.grammar)["properties"].keys() == {"name", "age"}
 
 
 @pytest.mark.parametrize(
@@ -533,26 +379,17 @@ def test_formats_reach_the_backend(server: Server, format_: Any, kind: str) -> N
     assert body["text"] == {"format": format_ or {"type": "text"}, "verbosity": "medium"}
 
 
-# --- what is kept -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_three_turns_that_go_on_from_each_other(server: Server, stream: bool) -> None:
     server.backend.scripts = [says(server.ids(word)) for word in ("one", "two", "three")]
-    last: Any = None
+    last: dict[str, Any] = {"id": None}
     for i, word in enumerate(("a", "b", "c")):
-        fields: dict[str, Any] = {"input": word, "instructions": f"be {i}"}
-        if last is not None:
-            fields["previous_response_id"] = last.id
-        if stream:
-            *_, event = create(server, stream=True, **fields)
-            last = event.response
-        else:
-            last = create(server, **fields)
+        asked = {"input": word, "instructions": f"be {i}", "previous_response_id": last["id"]}
+        last = body_of(post(server, stream=stream, **asked))
     assert prompts(server)[2] == (
         "<s><|system|>be 2<|user|>a<|assistant|>one<|user|>b<|assistant|>two<|user|>c<|assistant|>"
     )
-    assert (last.output_text, last.instructions) == ("three", "be 2")
+    assert (last["output"][0]["content"][0]["text"], last["instructions"]) == ("three", "be 2")
 
 
 def reference(item: Any) -> dict[str, Any]:
@@ -571,13 +408,9 @@ def test_a_chat_that_names_earlier_items_by_their_ids(thinker: Server, stream: b
     chat: list[Any] = []
     for text in ("a", "b", "c"):
         chat.append(user(text))
-        reply = post(thinker, input=chat, stream=stream)
-        body = events_of(reply)[-1]["response"] if stream else reply.json()
-        chat += map(reference, body["output"])
-    assert [item.get("type") for item in chat] == [None, *["item_reference"] * 2] * 2 + [
-        None,
-        "item_reference",
-    ]
+        chat += map(reference, body_of(post(thinker, input=chat, stream=stream))["output"])
+    named = "item_reference"
+    assert [item.get("type") for item in chat] == [None, named, named, None, named, named, None, named]
     last = create(thinker, input=[user("a")])
     for text in ("b", "c"):
         last = create(thinker, input=[user(text)], previous_response_id=last.id)
@@ -608,9 +441,8 @@ def test_an_item_is_named_once_and_only_while_it_is_kept(
 ) -> None:
     """A short body would otherwise name one long item many times."""
     [item] = post(server, store=store).json()["output"]
-    error = assert_error(
-        post(server, input=[user("hello"), *[reference(item)] * times]), 400, "invalid_request"
-    )
+    refused = post(server, input=[user("hello"), *[reference(item)] * times])
+    error = assert_error(refused, 400, "invalid_request")
     assert error["param"] == f"input[{times}].id"
     assert why in error["message"]
     assert "sends items with store false" in error["message"]
@@ -618,12 +450,10 @@ def test_an_item_is_named_once_and_only_while_it_is_kept(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_must_not_be_kept_is_not(server: Server, stream: bool) -> None:
-    answer = create(server, store=False, stream=stream)
-    id_ = list(answer)[-1].response.id if stream else answer.id
+    id_ = body_of(post(server, store=False, stream=stream))["id"]
     with pytest.raises(openai.NotFoundError, match="6 hours, at most 1000 of them and 64 MiB, ") as caught:
         create(server, previous_response_id=id_)
-    assert caught.value.param == "previous_response_id"
-    assert caught.value.code == "not_found"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "not_found")
     assert "store false" in caught.value.message
 
 
@@ -634,15 +464,6 @@ def test_an_abandoned_answer_is_not_kept(server: Server) -> None:
     assert server.backend.all_closed()
     with pytest.raises(openai.NotFoundError):
         create(server, previous_response_id=id_)
-
-
-def test_tokens_of_an_input_are_counted_without_an_answer(server: Server) -> None:
-    counted = server.client.responses.input_tokens.count(model="tiny", input="hello", instructions="be")
-    assert server.backend.requests == []
-    asked = {"input": "hello", "instructions": "be"}
-    assert InputTokens.model_validate_json(http(server, asked, "/input_tokens").content)
-    create(server, instructions="be")
-    assert counted.input_tokens == len(server.backend.request.tokens)
 
 
 def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
@@ -662,25 +483,21 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     assert all(name.startswith("text_") for name in threads)
 
 
+REGEX, TOOL = {"type": "regex", "pattern": "a"}, {"type": "function", "name": "weather"}
+
+
 @pytest.mark.parametrize(
     ("field", "given", "shown"),
     [
         ("text", {"format": {"type": "text", "x": [1]}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-        ("text", {"format": {"type": "regex", "pattern": "a", "x": 1}},
-         {"format": {"type": "regex", "pattern": "a"}, "verbosity": "medium"}),
-        ("tool_choice", {"type": "function", "name": "weather", "x": [1]},
-         {"type": "function", "name": "weather"}),
+        ("text", {"format": REGEX | {"x": 1}}, {"format": REGEX, "verbosity": "medium"}),
+        ("tool_choice", TOOL | {"x": [1]}, TOOL),
     ],
-)  # fmt: skip
-def test_unknown_keys_are_not_repeated(
-    thinker: Server, field: str, given: dict[str, Any], shown: dict[str, Any]
-) -> None:
+)
+def test_unknown_keys_are_not_repeated(thinker: Server, field: str, given: Any, shown: Any) -> None:
     thinker.backend.script = says(thinker.ids(CALL.split("\n")[1]))
     body = post(thinker, tools=[WEATHER] if field == "tool_choice" else [], **{field: given}).json()
     assert body[field] == shown
-
-
-# --- refusals ---------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_has_an_end() -> None:
@@ -711,10 +528,6 @@ def test_a_conversation_has_an_end() -> None:
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
 
 
-def says_part(kind: str) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": kind}]}
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "named"),
     [
@@ -727,11 +540,7 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id", "store false"),
         ({"input": [{"type": "item_reference", "id": 3}]}, "input[0].id", "got 3"),
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role", "missing"),
-        ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", '"king"'),
         ({"input": [{"role": "user"}]}, "input[0].content", "got null"),
-        ({"input": [says_part("input_image")]}, "input[0].content[0]", "input_image"),
-        ({"input": [says_part("input_file")]}, "input[0].content[0]", "input_file"),
-        ({"input": [says_part("input_text")]}, "input[0].content[0]", "input_text"),
         ({"input": [{"type": "mesage"}]}, "input", "empty"),
         ({"input": [{"type": 3}]}, "input[0].type", "got 3"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
@@ -758,7 +567,6 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"metadata": {"a": "x" * 513}}, "metadata", "513"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "17"),
         ({"max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
-        ({"temperature": 3}, "temperature", "from 0 to 2, got 3"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
@@ -783,42 +591,15 @@ def test_a_conversation_too_long_is_refused_in_the_words_of_this_endpoint(server
     assert str(CONTEXT) in error["message"]
 
 
-# --- failures ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("said", ["", "ab"])
 def test_an_answer_that_breaks_off_has_failed(server: Server, said: str) -> None:
     server.backend.script = then(server.ids(said), fail_with(GroupError("rank 1 is gone")))
-    events = events_of(post(server, stream=True))
-    assert events[-1]["type"] == "response.failed"
-    body = events[-1]["response"]
-    assert body["error"] == {
-        "code": "server_error", "message": "rank 1 is gone", "type": "rank_lost", "param": None,
-    }  # fmt: skip
+    last = events_of(post(server, stream=True))[-1]
+    body, told = last["response"], {"message": "rank 1 is gone", "type": "rank_lost", "param": None}
+    assert (last["type"], body["error"]) == ("response.failed", told | {"code": "server_error"})
     assert [item["status"] for item in body["output"]] == (["incomplete"] if said else [])
     with server.client.responses.stream(model="tiny", input="hello") as stream, pytest.raises(RuntimeError):
         stream.get_final_response()
     with pytest.raises(openai.NotFoundError):
         create(server, previous_response_id=body["id"])
     assert_error(post(server), 503, "rank_lost")
-
-
-def test_a_bug_in_the_middle_shows_nothing_of_itself(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.backend.script = then(server.ids("ab"), fail_with(ZeroDivisionError("secret")))
-    events = events_of(post(server, stream=True))
-    assert events[-1]["response"]["error"]["type"] == "internal"
-    assert "secret" not in json.dumps(events)
-    assert "secret" in caplog.text
-
-
-def test_a_budget_that_was_used_up(server: Server) -> None:
-    server.backend.script = says(server.ids("hello"), "length")
-    *_, last = create(server, stream=True, max_output_tokens=5)
-    assert last.type == "response.incomplete"
-    whole = create(server, max_output_tokens=5)
-    for response in (last.response, whole):
-        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert response.output_text == "hello"
-        assert response.output[-1].status == "incomplete"

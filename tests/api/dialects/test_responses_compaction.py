@@ -7,17 +7,16 @@ from base64 import b64decode
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from mlxtp.api.dialects.responses_items import COMPACT, compaction_content, users_of
 from mlxtp.text.tool_grammar import log_once
 
-from ..conftest import Server, forever, says, then
+from ..conftest import Server, says
 from ..test_app import assert_error
-from .responses_shapes import CompactedHistory
-from .test_responses import create, events_of, http, post, prompts, strict_response, user
+from .shapes import CompactedHistory, read
+from .test_responses import body_of, create, events_of, http, kinds_of, post, prompts, user
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "1", "output": "42"}
@@ -40,16 +39,14 @@ def server(thinker: Server) -> Server:
 def compacted(server: Server, input_: Any = TALK, **fields: Any) -> dict[str, Any]:
     response = http(server, {"model": "tiny", "input": input_} | fields, "/compact")
     assert response.status_code == 200, response.text
-    CompactedHistory.model_validate_json(response.content)
+    read(CompactedHistory, response.content)
     body: dict[str, Any] = response.json()
     return body
 
 
 def triggered(server: Server, stream: bool, input_: Sequence[Any] = TALK, **fields: Any) -> dict[str, Any]:
     """The response to a conversation with a trigger, and its only item, strictly parsed."""
-    response = post(server, input=[*input_, TRIGGER], stream=stream, **fields)
-    body: dict[str, Any] = events_of(response)[-1]["response"] if stream else response.json()
-    strict_response(body)
+    body = body_of(post(server, input=[*input_, TRIGGER], stream=stream, **fields))
     [item] = body["output"]
     assert item["type"] == "compaction"
     return body
@@ -78,18 +75,14 @@ def test_a_new_history_has_the_users_words_and_a_summary(server: Server) -> None
     )
 
 
-def test_the_library_compacts(server: Server) -> None:
-    history = server.client.responses.compact(model="tiny", input="hello", instructions="be")
-    assert (history.object, history.output[-1].type) == ("response.compaction", "compaction")
-    assert prompts(server)[0].startswith("<s><|system|>be<|user|>hello<|user|>Write a summary")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_trigger_makes_the_answer_a_summary(server: Server, stream: bool) -> None:
     body = triggered(server, stream, tools=[TOOL])
     assert summary_of(body) == SUMMARY
     assert prompts(server)[0].startswith(f"<s>{TOLD}+f<|assistant|>")
     assert body["usage"]["output_tokens"] == len(server.ids(SUMMARY))
+    counted = http(server, {"input": [*TALK, TRIGGER], "tools": [TOOL]}, "/input_tokens").json()
+    assert counted["input_tokens"] == body["usage"]["input_tokens"]
     create(server, input=[TALK[0], body["output"][0], user("go on")])
     go_on = f"<s><|user|>what is it?<|user|>{MARK}{SUMMARY}<|user|>go on<|assistant|>"
     assert prompts(server)[1] == go_on
@@ -97,16 +90,12 @@ def test_a_trigger_makes_the_answer_a_summary(server: Server, stream: bool) -> N
 
 def test_the_events_of_a_summary(server: Server) -> None:
     events = events_of(post(server, input=[*TALK, TRIGGER], stream=True))
-    kinds = [event["type"] for event in events]
-    assert [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]] == [
-        "response.created", "response.in_progress", "response.output_item.added",
-        "response.compaction.compacting", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
-    assert kinds.count("response.compaction.compacting") > 5
-    added, done = (
-        next(event for event in events if event["type"].endswith(end)) for end in ("added", "done")
-    )
-    assert added["item"] == done["item"] | {"encrypted_content": ""}
+    added, *compacting, done = kinds_of(events, 0)
+    assert (added, done) == ("output_item.added", "output_item.done")
+    assert set(compacting) == {"compaction.compacting"}
+    assert len(compacting) > 5
+    begun, whole = (next(each for each in events if each["type"].endswith(end)) for end in (added, done))
+    assert begun["item"] == whole["item"] | {"encrypted_content": ""}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,6 +123,8 @@ def test_without_a_summary_the_conversation_stays(server: Server) -> None:
     failed = events_of(post(server, input=[*TALK, TRIGGER], stream=True))[-1]
     assert failed["type"] == "response.failed"
     assert "wrote no summary" in failed["response"]["error"]["message"]
+    long = http(server, {"input": "q" * 3000}, "/compact")
+    assert assert_error(long, 400, "context_length_exceeded")["param"] == "input"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -208,18 +199,6 @@ def test_the_users_older_words_give_way() -> None:
     assert kept(10, 9000, size=4000) == [9000], "the newest stays"
 
 
-def test_a_client_that_leaves_ends_its_summary(server: Server) -> None:
-    server.backend.script = then(server.ids("al"), forever)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/responses/compact", json={"input": TALK}, timeout=0.5, trust_env=False)
-    assert server.backend.all_closed()
-
-
-def test_too_long_a_conversation_is_refused_in_the_words_of_this_endpoint(server: Server) -> None:
-    error = assert_error(http(server, {"input": "q" * 3000}, "/compact"), 400, "context_length_exceeded")
-    assert error["param"] == "input"
-
-
 def test_a_wish_for_compaction_by_itself_is_logged_and_changes_nothing(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,12 +207,6 @@ def test_a_wish_for_compaction_by_itself_is_logged_and_changes_nothing(
     create(server, extra_body={"context_management": [{"type": "compaction", "compact_threshold": 1000}]})
     assert prompts(server) == ["<s><|user|>hello<|assistant|>"]
     assert [line for line in caplog.messages if "context_management" in line]
-
-
-def test_a_summary_is_counted_as_it_is_asked(server: Server) -> None:
-    asked = {"model": "tiny", "input": [*TALK, TRIGGER]}
-    counted = http(server, asked, "/input_tokens").json()["input_tokens"]
-    assert counted == post(server, **asked).json()["usage"]["input_tokens"]
 
 
 def test_the_prompt_of_a_summary_begins_with_the_answer_as_the_model_wrote_it(server: Server) -> None:

@@ -18,7 +18,7 @@ from mlxtp.text.conversation import Conversation, GenerationRequest
 from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import Server, says
-from .test_responses import create, deltas, events_of, http, post, prompts, strict_response
+from .test_responses import body_of, create, deltas, events_of, http, kinds_of, post, prompts
 
 RECORDINGS = Path(__file__).parent.parent / "recordings"
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
@@ -37,12 +37,8 @@ def function(name: str) -> dict[str, Any]:
 
 
 def namespace(name: str, *tools: str) -> dict[str, Any]:
-    return {
-        "type": "namespace",
-        "name": name,
-        "description": "d",
-        "tools": [function(tool) for tool in tools],
-    }
+    functions = [function(tool) for tool in tools]
+    return {"type": "namespace", "name": name, "description": "d", "tools": functions}
 
 
 def custom(name: str, **format_: str) -> dict[str, Any]:
@@ -58,10 +54,7 @@ def said(name: str, arguments: Any, ascii_: bool = False) -> str:
 def answered(server: Server, stream: bool, words: str, **fields: Any) -> dict[str, Any]:
     """The response whose model says these words, strictly parsed."""
     server.backend.script = says(server.ids(words))
-    response = post(server, stream=stream, **fields)
-    body: dict[str, Any] = events_of(response)[-1]["response"] if stream else response.json()
-    strict_response(body)
-    return body
+    return body_of(post(server, stream=stream, **fields))
 
 
 def parsed(**fields: Any) -> GenerationRequest:
@@ -72,8 +65,6 @@ def offered(ask: GenerationRequest) -> dict[str, Any]:
     assert isinstance(ask.prompt, Conversation)
     return {tool.name: tool for tool in ask.prompt.tools}
 
-
-# --- what Codex sends -------------------------------------------------------------------------------------
 
 SHELL = "exec_command"
 AGENTS = ["close_agent", "resume_agent", "send_input", "spawn_agent", "wait_agent"]
@@ -121,13 +112,11 @@ AGENTS = ["close_agent", "resume_agent", "send_input", "spawn_agent", "wait_agen
         ),
     ],
 )  # fmt: skip
-def test_a_recorded_request_of_codex_is_answered(
-    agent: Server, name: str, tools: list[str], ending: str
-) -> None:
+def test_a_request_of_codex_is_answered(agent: Server, name: str, tools: list[str], ending: str) -> None:
     body = json.loads((RECORDINGS / f"{name}.json").read_text())
     agent.backend.script = says(agent.ids("hello"))
-    response = http(agent, body | {"model": "tiny"})
-    assert strict_response(events_of(response)[-1]["response"]).output_text == "hello"
+    answer = body_of(http(agent, body | {"model": "tiny"}))
+    assert answer["output"][0]["content"][0]["text"] == "hello"
     [prompt] = prompts(agent)
     conversation, *names = prompt.split("=")[0].removesuffix("<|assistant|>").split("+" + tools[0])
     assert conversation.endswith(ending)
@@ -141,8 +130,6 @@ def test_a_schema_of_codex_is_read() -> None:
     assert ask.options.format["json_schema"]["schema"]["required"] == ["answer"]
     assert SHELL in offered(ask)
 
-
-# --- namespaces -------------------------------------------------------------------------------------------
 
 TOOLS = [function("f"), namespace("a", "f", "g", "h"), namespace("b", "h")]
 
@@ -169,11 +156,6 @@ def test_a_call_comes_back_with_its_namespace_and_leaves_the_prompt_as_it_was(
     _, replayed, kept = prompts(agent)
     assert replayed == kept
     assert kept.startswith(f'<s><|user|>how?<|assistant|>!{written}{{"x": 1}}<|tool|>1+f+a__f+g+a__h+b__h')
-
-
-def test_a_model_may_write_the_namespace_of_a_unique_name(agent: Server) -> None:
-    body = answered(agent, True, said("a__g", {}), tools=TOOLS)
-    assert [(call["name"], call["namespace"]) for call in body["output"]] == [("g", "a")]
 
 
 def test_a_call_of_a_tool_that_is_no_longer_offered_is_read(agent: Server) -> None:
@@ -210,8 +192,6 @@ def test_wrong_tools_are_named(tools: list[Any], param: str) -> None:
     assert caught.value.param == param
 
 
-# --- tools that only their provider runs ------------------------------------------------------------------
-
 HOSTED: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": True}, {"type": "web_search_preview"},
     {"type": "image_generation", "output_format": "png"}, {"type": "tool_search"}, {"type": "local_shell"},
@@ -223,8 +203,8 @@ HOSTED: list[dict[str, Any]] = [
 def test_hosted_tools_are_left_out_and_logged_once(agent: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxtp")
     for _ in range(2):
-        body = answered(agent, False, "hello", tools=[*HOSTED, function("f")])
-    assert body["tools"] == [function("f")]
+        body = answered(agent, False, "hello", tools=[*HOSTED, function("f")], text={"verbosity": "low"})
+    assert (body["tools"], body["text"]["verbosity"]) == ([function("f")], "low")
     assert prompts(agent)[1].removesuffix("<|assistant|>") == "<s><|user|>hello+f"
     logged = [line for line in caplog.messages if "leaving out" in line]
     assert len(logged) == len(HOSTED)
@@ -235,14 +215,10 @@ def test_hosted_tools_are_left_out_and_logged_once(agent: Server, caplog: pytest
     ("choice", "param"),
     [
         ({"type": "web_search"}, "tool_choice"),
-        ({"type": "mcp", "server_label": "x"}, "tool_choice"),
-        (
-            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
-            "tool_choice.tools[0]",
-        ),
+        ({"type": "allowed_tools", "mode": "auto", "tools": HOSTED[:1]}, "tool_choice.tools[0]"),
         ("required", "tool_choice"),
     ],
-)  # fmt: skip
+)
 def test_a_hosted_tool_cannot_be_chosen(agent: Server, choice: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError, match=r"runs no tools|no tools to call") as caught:
         create(agent, tools=HOSTED, tool_choice=choice)
@@ -262,15 +238,6 @@ def test_items_that_only_their_provider_reads_are_left_out(agent: Server, item: 
     create(agent, input=[{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}])
     assert prompts(agent) == ["<s><|user|>a<|user|>b<|assistant|>"]
 
-
-@pytest.mark.parametrize("verbosity", ["low", "high"])
-def test_verbosity_changes_nothing(agent: Server, verbosity: str) -> None:
-    body = answered(agent, True, "hello", text={"verbosity": verbosity})
-    assert body["text"] == {"format": {"type": "text"}, "verbosity": verbosity}
-    assert prompts(agent) == ["<s><|user|>hello<|assistant|>"]
-
-
-# --- tools that take plain text ---------------------------------------------------------------------------
 
 PATCH = '*** Begin Patch\n*** Update File: a "b".txt\n-\tsmall\n+größer 😀\n*** End Patch\n'
 
@@ -298,37 +265,21 @@ def test_the_text_of_a_custom_tool_is_streamed(agent: Server) -> None:
     events = events_of(post(agent, tools=[custom("apply_patch")], stream=True))
     assert deltas(events, "custom_tool_call_input") == PATCH
     assert sum(event["type"].endswith("input.delta") for event in events) > 10
-    kinds = [event["type"] for event in events if event.get("output_index") == 1]
-    assert [kind for kind in kinds if not kind.endswith("delta")] == [
-        "response.output_item.added", "response.custom_tool_call_input.done", "response.output_item.done",
-    ]  # fmt: skip
+    assert kinds_of(events, 1) == ["output_item.added", "custom_tool_call_input.done", "output_item.done"]
     [done] = [event for event in events if event["type"].endswith("input.done")]
     assert done["input"] == PATCH
 
 
-def test_the_client_library_reads_a_custom_call(agent: Server) -> None:
-    agent.backend.script = says(agent.ids(said("apply_patch", {"input": PATCH})))
-    with agent.client.responses.stream(
-        model="tiny", input="hello", tools=[{"type": "custom", "name": "apply_patch"}]
-    ) as stream:
-        [call] = stream.get_final_response().output
-    assert call.type == "custom_tool_call"
-    assert call.input == PATCH
-
-
-def test_a_custom_call_that_is_cut_off_is_incomplete(agent: Server) -> None:
-    words = said("apply_patch", {"input": PATCH})
-    agent.backend.script = says(agent.ids(words)[:-50], "length")
-    for stream in (False, True):
-        response = post(agent, tools=[custom("apply_patch")], stream=stream)
-        body = events_of(response)[-1]["response"] if stream else response.json()
-        strict_response(body)
-        [call] = body["output"]
-        assert call["status"] == "incomplete"
-        assert PATCH.startswith(call["input"])
-        assert call["input"].startswith("*** Begin")
-        create(agent, input="go on", previous_response_id=body["id"])
-        assert prompts(agent)[-1] == "<s><|user|>hello<|user|>go on<|assistant|>"
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_call_that_is_cut_off_is_incomplete(agent: Server, stream: bool) -> None:
+    agent.backend.script = says(agent.ids(said("apply_patch", {"input": PATCH}))[:-50], "length")
+    body = body_of(post(agent, tools=[custom("apply_patch")], stream=stream))
+    [call] = body["output"]
+    assert call["status"] == "incomplete"
+    assert PATCH.startswith(call["input"])
+    assert call["input"].startswith("*** Begin")
+    create(agent, input="go on", previous_response_id=body["id"])
+    assert prompts(agent)[-1] == "<s><|user|>hello<|user|>go on<|assistant|>"
 
 
 @pytest.mark.parametrize("syntax", ["lark", "regex"])
@@ -341,13 +292,12 @@ def test_a_grammar_is_described_to_the_model(syntax: str) -> None:
 
 def test_a_custom_tool_may_be_required(agent: Server) -> None:
     tools, choice = [custom("apply_patch"), function("f")], {"type": "custom", "name": "apply_patch"}
-    agent.backend.script = says(agent.ids('{"name": "apply_patch", "arguments": {"input": "x"}}'))
-    body = post(agent, tools=tools, tool_choice=choice).json()
-    assert strict_response(body).output[0].type == "custom_tool_call"
-    assert body["tool_choice"] == choice
+    words = '{"name": "apply_patch", "arguments": {"input": "x"}}'
+    body = answered(agent, False, words, tools=tools, tool_choice=choice)
+    assert (body["output"][0]["type"], body["tool_choice"]) == ("custom_tool_call", choice)
     assert "input" in agent.backend.request.shaping.grammar
     with pytest.raises(openai.BadRequestError, match="no tool named"):
-        create(agent, tools=tools, tool_choice={"type": "custom", "name": "f"})
+        create(agent, tools=tools, tool_choice=choice | {"name": "f"})
 
 
 @pytest.mark.parametrize(
@@ -375,8 +325,6 @@ def test_a_long_text_is_read_piece_by_piece() -> None:
     assert "".join(reader.push(arguments[at : at + 4]) for at in range(0, len(arguments), 4)) == text
 
 
-# --- a search for more tools ------------------------------------------------------------------------------
-
 SEARCH: dict[str, Any] = {
     "type": "tool_search", "execution": "client", "description": "finds",
     "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
@@ -389,23 +337,15 @@ def test_tools_that_a_search_has_found_can_be_called(agent: Server, stream: bool
     first = answered(agent, stream, said("tool_search", {"query": "q"}), input=[question], tools=[SEARCH])
     assert first["tools"] == [SEARCH]
     [call] = first["output"]
-    assert (call["type"], call["execution"], call["arguments"]) == (
-        "tool_search_call",
-        "client",
-        {"query": "q"},
-    )
-    found = {
-        "type": "tool_search_output", "call_id": call["call_id"], "execution": "client",
-        "status": "completed", "tools": [namespace("a", "g")],
-    }  # fmt: skip
+    assert (call["type"], call["execution"]) == ("tool_search_call", "client")
+    assert call["arguments"] == {"query": "q"}
+    found = call | {"type": "tool_search_output", "status": "completed", "tools": [namespace("a", "g")]}
     again = [call | {"call_id": "2"}, found | {"call_id": "2"}]
     items = [question, call, found, *again]
     second = answered(agent, stream, said("g", {}), input=items, tools=[SEARCH])
     assert (second["output"][0]["name"], second["output"][0]["namespace"]) == ("g", "a")
-    third = answered(
-        agent, stream, said("g", {}), input=[found], tools=[SEARCH], previous_response_id=first["id"]
-    )
-    assert third["output"][0]["namespace"] == "a"
+    more = {"input": [found], "tools": [SEARCH], "previous_response_id": first["id"]}
+    assert answered(agent, stream, said("g", {}), **more)["output"][0]["namespace"] == "a"
     _, replayed, kept = prompts(agent)
     told = '<s><|user|>how?<|assistant|>!tool_search{"query": "q"}<|tool|>These tools can be called now: g'
     assert replayed.startswith(told + "<|assistant|>!tool_search")
@@ -414,9 +354,8 @@ def test_tools_that_a_search_has_found_can_be_called(agent: Server, stream: bool
 
 def test_a_search_that_is_cut_off_has_no_arguments(agent: Server) -> None:
     agent.backend.script = says(agent.ids(said("tool_search", {"query": "q"}))[:-20], "length")
-    body = post(agent, tools=[SEARCH]).json()
-    strict_response(body)
-    assert body["output"][0]["status"] == "incomplete"
+    [call] = body_of(post(agent, tools=[SEARCH]))["output"]
+    assert (call["status"], call["arguments"]) == ("incomplete", {})
 
 
 @pytest.mark.parametrize("kind", ["tool_search_output", "additional_tools"])

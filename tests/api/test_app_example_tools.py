@@ -16,13 +16,9 @@ ANSWERS = ("FALCON", "FALCON", CALL, "It rains.", '{"wet": true}')
 
 def test_what_a_tool_says_gets_to_the_model(roomy: Server) -> None:
     roomy.backend.scripts = [says(roomy.ids(answer)) for answer in ANSWERS]
+    command, environment = [sys.executable, str(SCRIPT)], {**os.environ, "MLXTP_URL": roomy.url}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, "MLXTP_URL": roomy.url},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
+        command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     tools = done.stdout.partition("== tools\n")[2].partition("== structured\n")[0]

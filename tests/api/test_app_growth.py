@@ -58,20 +58,10 @@ RICH: Json = {
     "patternProperties": {"^p": {"type": "array", "prefixItems": [{"oneOf": [_PART]}]}},
     "$defs": {"part": {"properties": {"d": {"type": ["string", "null"]}}, "required": ["d"]}},
 }
+TOOL = {"type": "function", "function": {"name": "f", "parameters": RICH}}
 RICH_BODIES: list[tuple[str, Json]] = [
-    (
-        "/v1/chat/completions",
-        {"messages": [ASKED], "response_format": {"type": "json_object", "schema": RICH}},
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [ASKED],
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": RICH}}],
-            "tool_choice": "required",
-            "logit_bias": {"5": 1},
-        },
-    ),
+    ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": RICH}}),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required", "logit_bias": {"5": 1}}),
 ]
 
 
@@ -132,9 +122,6 @@ def grows_too_fast(text: Text, parse: Parse, grown: Callable[[int], Json]) -> st
     return f"time: {few_s:.3f} s, {many_s:.3f} s"
 
 
-# --- each container ---------------------------------------------------------------------------------------
-
-
 def containers(value: object, at: Place = ()) -> Iterator[Place]:
     """Yield the place of each list and object that is not empty."""
     if isinstance(value, dict | list) and value:
@@ -145,21 +132,19 @@ def containers(value: object, at: Place = ()) -> Iterator[Place]:
 
 def with_more(body: Json, at: Place, alike: bool, count: int) -> Json:
     """Return a body whose container at a place has `count` elements, all alike or with names of their own."""
-    made = copy.deepcopy(body)
-    holder: Any = {"": made}
-    for key in ("", *at[:-1]) if at else ():
-        holder = holder[key]
-    key: Any = at[-1] if at else ""
+    made: Any = {"": copy.deepcopy(body)}
+    holder, (*before, key) = made, ("", *at)
+    for step in before:
+        holder = holder[step]
     found = holder[key]
     if isinstance(found, dict):
         parts = list(found.items())
         more = {f"{parts[i % len(parts)][0]}{i}": parts[i % len(parts)][1] for i in range(count)}
         holder[key] = found | more
     else:
-        holder[key] = [
-            found[i % len(found)] if alike else own(found[i % len(found)], i) for i in range(count)
-        ]
-    return holder[key] if not at else made
+        parts = [found[i % len(found)] for i in range(count)]
+        holder[key] = parts if alike else [own(part, i) for i, part in enumerate(parts)]
+    return made[""]
 
 
 def own(value: Any, number: int) -> Any:
@@ -181,16 +166,13 @@ _NAMES = ("name", "id", "tool_call_id", "tool_use_id", "call_id")
 def test_no_container_of_a_request_is_worth_more_than_its_size(texts: list[Text], path: str) -> None:
     faults = {}
     bodies = [(texts[0], max(BODIES[path], key=lambda body: len(json.dumps(body))))]
-    bodies += [(texts[1], body) for where, body in RICH_BODIES if where == path]
+    bodies += [(texts[1], {"messages": [ASKED]} | body) for where, body in RICH_BODIES if where == path]
     for text, body in bodies:
         for at in containers(body):
             for alike in (True, False) if at and isinstance(at[-1], str) else (False,):
                 if why := grows_too_fast(text, PARSERS[path], partial(with_more, body, at, alike)):
                     faults[at, alike] = why
     assert faults == {}
-
-
-# --- parts that grow together -----------------------------------------------------------------------------
 
 
 def held_to(schema: Json) -> Json:
@@ -225,12 +207,8 @@ def results(count: int) -> Json:
 def periodic(count: int) -> Json:
     """A user's words that take squared time to be found from the end of what follows them."""
     letters = "a" * 20 * count
-    return {
-        "messages": [
-            {"role": "user", "content": f"ab{letters}"},
-            {"role": "assistant", "content": letters * 2},
-        ]
-    }
+    told = {"role": "assistant", "content": letters * 2}
+    return {"messages": [{"role": "user", "content": f"ab{letters}"}, told]}
 
 
 TOGETHER: dict[str, Callable[[int], Json]] = {

@@ -69,29 +69,20 @@ def schemas(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 def described(path: str, parameter: str) -> schemathesis.APIOperation:
     """The operation with this parameter alone in its body."""
     parameters, answer, definitions = schemas(path)
-    body = {
-        "type": "object",
-        "properties": {parameter: parameters[parameter]},
-        "required": [parameter],
-        "additionalProperties": False,
-    }
+    body = exactly(**{parameter: parameters[parameter]}) | {"additionalProperties": False}
     refused = {"description": "", "content": {"application/json": {"schema": PUBLISHED[path][2]}}}
+    answered = {"description": "", "content": {"application/json": {"schema": answer}, **STREAM}}
     post = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {
-            "200": {"description": "", "content": {"application/json": {"schema": answer}, **STREAM}},
-            "400": refused,
-            "404": refused,
-        },
+        "responses": {"200": answered, "400": refused, "404": refused},
     }
-    [operation] = operations(
-        {
-            "openapi": "3.1.0",
-            "info": {"title": path, "version": "1"},
-            "paths": {path: {"post": post}},
-            "components": {"schemas": definitions},
-        }
-    )
+    description = {
+        "openapi": "3.1.0",
+        "info": {"title": path, "version": "1"},
+        "paths": {path: {"post": post}},
+        "components": {"schemas": definitions},
+    }
+    [operation] = operations(description)
     return operation
 
 

@@ -7,8 +7,9 @@ prompts and answers but their last tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,14 @@ from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.replay import Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish, WholeAnswer
+from mlxtp.text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    WholeAnswer,
+)
 from mlxtp.wire.messages import Generate
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving
@@ -47,11 +55,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-ADD = Tool(
-    "add",
-    "Adds",
-    {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a"]},
-)
+NUMBER = {"type": "number"}
+ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a"]})
 # None of the three is written as the template would write it.
 ANSWERS = (
     '<think>hm,  a 日本\n\nsum</think>  Let me  see.<tool_call>{"name":"add","arguments":{"b":2.0,  "a":1}} '
@@ -63,13 +68,22 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 class Keeping(FakeBackend):
-    """A backend with a prefix cache, of one rank that never forgets."""
+    """A backend with a prefix cache, of one rank that never forgets, and what its model will say."""
 
-    kept: list[tuple[int, ...]]  # type: ignore[assignment]
     folder = Path("model")
 
+    def __init__(self, tokenizer: Tokenizer, text: Text, *said: str, eos: tuple[int, ...] = (1,)) -> None:
+        super().__init__(text, context=20_000, vocabulary=1000)
+        self.tokenizer, self.eos = tokenizer, eos
+        self.held: list[tuple[int, ...]] = []
+        self.spoken: list[list[int]] = []
+        self.say(*said)
+
+    def say(self, *texts: str) -> None:
+        self.spoken += [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
     def models(self) -> tuple[ModelInfo, ...]:
-        return tuple(replace(model, path=self.folder) for model in super().models())
+        return tuple(replace(model, path=self.folder, eos=self.eos) for model in super().models())
 
     def generate(self, request: Generate, **whose: Any) -> FakeAnswer:
         cached = max([common(each, request.tokens[:-1]) for each in self.held], default=0)
@@ -82,26 +96,18 @@ class Keeping(FakeBackend):
         answer.cached = cached
         return answer
 
-    def begin(self, tokenizer: Tokenizer) -> None:
-        self.held: list[tuple[int, ...]] = []
-        self.spoken: list[list[int]] = []
-        self.context = 20_000
-        self.vocabulary = 1000
-        self.say = lambda *texts: self.spoken.extend(
-            [list(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
-        )
-
     def prompts(self) -> list[str]:
         return [self.loaded_text.decoded(request.tokens) for request in self.requests]
 
+    def knows(self, number: int) -> bool:
+        """Whether this prompt goes on from the whole of the first answer."""
+        return common(self.held[0], self.requests[number].tokens) == len(self.held[0])
+
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    equal = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        equal += 1
-    return equal
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +122,24 @@ def made(template: str, folder: Path, specials: tuple[str, ...] = ()) -> tuple[T
     return tokenizer, Text(LocalRenderer.load(save(tokenizer, folder, template)))
 
 
-@pytest.fixture
-def server(text_of_model: tuple[Tokenizer, Text]) -> Iterator[Server]:
+@dataclass
+class Remembering(Server):
+    backend: Keeping
+
+
+@contextmanager
+def remembering(tokenizer: Tokenizer, text: Text, *said: str, **more: Any) -> Iterator[Remembering]:
     """A server that remembers nothing yet."""
-    tokenizer, text = text_of_model
-    backend = Keeping(text)
-    backend.begin(tokenizer)
+    backend = Keeping(tokenizer, text, *said, **more)
     with serving(backend, tokenizer) as found:
+        yield Remembering(backend, found.port, tokenizer)
+
+
+@pytest.fixture
+def server(text_of_model: tuple[Tokenizer, Text]) -> Iterator[Remembering]:
+    with remembering(*text_of_model) as found:
         yield found
 
-
-# --- what clients do with an answer: one turn after the other ---------------------------------------------
 
 Turn = Callable[[Server, list[Any], bool], tuple[list[Any], int | None]]
 """Ask with these messages; return what the client then sends back, and its cached tokens."""
@@ -137,11 +150,9 @@ def chat(server: Server, messages: list[Any], stream: bool) -> tuple[list[Any], 
     if stream:
         asked |= {"stream_options": {"include_usage": True}}
         with server.client.chat.completions.stream(**asked) as events:
-            answer = events.get_final_completion()
+            answer: Any = events.get_final_completion()
     else:
         answer = server.client.chat.completions.create(**asked)
-    assert answer.usage
-    assert answer.usage.prompt_tokens_details
     told = answer.choices[0].message.model_dump(exclude_none=True)
     for call in told.get("tool_calls", []):
         call["function"].pop("parsed_arguments", None)
@@ -163,15 +174,13 @@ def forgetful_chat(server: Server, messages: list[Any], stream: bool) -> tuple[l
 
 
 def responses(server: Server, messages: list[Any], stream: bool) -> tuple[list[Any], int | None]:
-    parameters = ADD.parameters
-    tool: Any = {"type": "function", "name": "add", "description": "Adds", "parameters": parameters}
+    tool: Any = {"type": "function", "name": "add", "description": "Adds", "parameters": ADD.parameters}
     asked: dict[str, Any] = {"model": "tiny", "input": messages, "tools": [tool], "store": False}
     if stream:
         with server.client.responses.stream(**asked) as events:
-            answer = events.get_final_response()
+            answer: Any = events.get_final_response()
     else:
         answer = server.client.responses.create(**asked)
-    assert answer.usage
     told = [item.model_dump(exclude_none=True) for item in answer.output]
     for item in told:
         item.pop("parsed_arguments", None)
@@ -220,11 +229,9 @@ def result_for(turn: Turn, told: list[Any], text: str) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("turn", [chat, forgetful_chat, responses, messages, by_ollama])
 def test_three_turns_with_tools_and_thoughts_are_computed_once(
-    server: Server, turn: Turn, stream: bool
+    server: Remembering, turn: Turn, stream: bool
 ) -> None:
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(*ANSWERS)
+    server.backend.say(*ANSWERS)
     sent: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
     counted = []
     for new in ("3", "Thanks.", None):
@@ -232,42 +239,33 @@ def test_three_turns_with_tools_and_thoughts_are_computed_once(
         counted.append(cached)
         sent += told
         sent.append(result_for(turn, told, new) if new == "3" else {"role": "user", "content": new})
-    first, second, third = backend.prompts()
-    assert second == (f"{first}{ANSWERS[0]}\n<|user|><tool_response>\n3\n</tool_response></s>\n<|assistant|>")
+    first, second, third = server.backend.prompts()
+    assert second == f"{first}{ANSWERS[0]}\n{RESULT}<|assistant|>"
     assert third == f"{second}{ANSWERS[1]}\n<|user|>Thanks.</s>\n<|assistant|>"
-    known = [len(held) for held in backend.held]
-    assert [common(backend.held[i], backend.requests[i + 1].tokens) for i in (0, 1)] == known[:2]
+    known = [len(held) for held in server.backend.held]
     if turn is not by_ollama:
         assert counted == [0, *known[:2]]
 
 
-# --- one turn after a given answer ------------------------------------------------------------------------
-
-
 def ask(server: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "messages": messages, "tools": [tool_json(ADD)]} | fields
-    headers = fields.pop("headers", {})
-    response = httpx.post(
-        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=WAIT_S, trust_env=False
-    )
+    url = f"{server.url}/v1/chat/completions"
+    response = httpx.post(url, json=body, timeout=WAIT_S, trust_env=False)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
 
 
-def second_prompt(server: Server, answer: str, **fields: Any) -> tuple[str, str, dict[str, Any]]:
+def second_prompt(server: Remembering, answer: str, **fields: Any) -> tuple[str, str, dict[str, Any]]:
     """Return the first prompt and the one after it, whose client sends everything back, and its usage."""
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(answer, "ok</s>")
+    server.backend.say(answer, "ok</s>")
     question = {"role": "user", "content": "hello"}
     told = ask(server, [question], **fields)["choices"][0]["message"]
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in told.get("tool_calls") or ()
-    ]
+    calls = told.get("tool_calls") or ()
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
     new = results or [{"role": "user", "content": "more"}]
     usage = ask(server, [question, told, *new], **fields)["usage"]
-    first, second = backend.prompts()
+    first, second = server.backend.prompts()
     return first, second, usage
 
 
@@ -275,55 +273,68 @@ MORE = "</s>\n<|user|>more</s>\n<|assistant|>"
 RESULT = "<|user|><tool_response>\n3\n</tool_response></s>\n"
 
 
-def test_an_answer_that_a_stop_string_cut(server: Server) -> None:
+def test_an_answer_that_a_stop_string_cut(server: Remembering) -> None:
     first, second, usage = second_prompt(server, "<think>a</think>Well,  1 2 3 STOP 4</s>", stop=["STOP"])
     assert second == f"{first}<think>a</think>Well,  1 2 3 {MORE}"
-    assert isinstance(server.backend, Keeping)
     kept = len(server.backend.held[0])
     assert kept - 8 <= usage["prompt_tokens_details"]["cached_tokens"] <= kept
 
 
-def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
-    words = ("one ", "#", "##", "question")
-    text = cast(Text, SimpleNamespace(decoded=lambda tokens: "".join(words[each] for each in tokens)))
-    record = WholeAnswer()
-    record.see(ContentDelta(0, "one "))
-    whole = CompleteAnswer((3,), (0, 1, 2), record, Finish(0, "stop", StreamEnd("stop", 3), "##"))
+def remembered(said: Callable[[Sequence[int]], str], tokens: tuple[int, ...], *events: AnswerEvent) -> Any:
+    """What is remembered of an answer of these tokens, whose text is `said`."""
+    text, record = cast(Text, SimpleNamespace(decoded=said)), WholeAnswer()
+    for event in events[:-1]:
+        record.see(event)
+    whole = CompleteAnswer((3,), tokens, record, cast(Finish, events[-1]))
     found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
     assert found is not None
-    assert (text.decoded(found[1].tokens), found[1].text) == ("questionone ", "")
+    return found[1]
+
+
+def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
+    words = ("one ", "#", "##", "question")
+    finish = Finish(0, "stop", StreamEnd("stop", 3), "##")
+    told = remembered(
+        lambda ids: "".join(words[each] for each in ids), (0, 1, 2), ContentDelta(0, "one "), finish
+    )
+    assert ("".join(words[each] for each in told.tokens), told.text) == ("questionone ", "")
 
 
 def test_a_call_whose_arguments_are_not_seen_in_the_tokens_is_not_taken_for_one_that_ends_there() -> None:
-    text = cast(Text, SimpleNamespace(decoded=lambda tokens: "add(1)" * len(tokens)))
-    record = WholeAnswer()
-    record.see(CallBegan(0, 0, "id", "add"))
-    record.see(CallArguments(0, 0, '{"a": 1}'))
-    whole = CompleteAnswer((3,), (4,), record, Finish(0, "tool_calls", StreamEnd("stop", 1)))
-    found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
-    assert found is not None
-    assert found[1].behind is None
+    call = CallBegan(0, 0, "id", "add"), CallArguments(0, 0, '{"a": 1}')
+    finish = Finish(0, "tool_calls", StreamEnd("stop", 1))
+    assert remembered(lambda ids: "add(1)" * len(ids), (4,), *call, finish).behind is None
 
 
-def test_an_answer_that_is_as_long_as_it_may_be(server: Server) -> None:
+def test_an_answer_that_is_as_long_as_it_may_be(server: Remembering) -> None:
     first, second, _ = second_prompt(server, "<think>a</think>Well,  one two three", max_tokens=12)
     said = server.backend.loaded_text.decoded(server.ids("<think>a</think>Well,  one two three")[:12])
     assert second == f"{first}{said}{MORE}"
 
 
-def test_an_answer_that_ends_in_a_thought_is_no_answer(server: Server) -> None:
+def test_an_answer_that_ends_in_a_thought_is_no_answer(server: Remembering) -> None:
     _, second, _ = second_prompt(server, "<think>hm hm hm hm", max_tokens=5)
     assert "hm" not in second
 
 
-def test_an_answer_that_ends_in_the_middle_of_a_character(server: Server) -> None:
-    length = len(server.ids("well 🜁")) - 1
-    first, second, _ = second_prompt(server, "well 🜁", max_tokens=length)
+def test_an_answer_that_ends_in_the_middle_of_a_character(server: Remembering) -> None:
+    first, second, _ = second_prompt(server, "well 🜁", max_tokens=len(server.ids("well 🜁")) - 1)
     assert second == f"{first}well {MORE}"
 
 
+def test_text_on_both_sides_of_a_call_is_not_written_twice(server: Remembering) -> None:
+    _, second, _ = second_prompt(server, f"before {CALL} after</s>")
+    assert second.count("after") == 1
+
+
+def test_several_calls(server: Remembering) -> None:
+    answer = f"{CALL}{CALL.replace('1', '2')}</s>"
+    first, second, _ = second_prompt(server, answer)
+    assert second == f"{first}{answer}\n{RESULT}{RESULT}<|assistant|>"
+
+
 @pytest.mark.parametrize("rest", ["}", "}\n</tool_call>", "}\n</tool_call>" + CALL + "</s>"])
-def test_an_answer_with_the_one_call_that_it_may_have(server: Server, rest: str) -> None:
+def test_an_answer_with_the_one_call_that_it_may_have(server: Remembering, rest: str) -> None:
     """The answer ends with the arguments; the template's text after them follows."""
     answer = f'<think>a  b</think><tool_call>{{"name":"add","arguments":{{"a":1}}{rest}'
     first, second, _ = second_prompt(server, answer, parallel_tool_calls=False)
@@ -331,38 +342,22 @@ def test_an_answer_with_the_one_call_that_it_may_have(server: Server, rest: str)
     assert second == f"{first}{written}{RESULT}<|assistant|>"
 
 
-def test_text_on_both_sides_of_a_call_is_not_written_twice(server: Server) -> None:
-    _, second, _ = second_prompt(server, f"before {CALL} after</s>")
-    assert second.count("after") == 1
-
-
-def test_several_calls(server: Server) -> None:
-    answer = f"{CALL}{CALL.replace('1', '2')}</s>"
-    first, second, _ = second_prompt(server, answer)
-    assert second == f"{first}{answer}\n{RESULT}{RESULT}<|assistant|>"
-
-
-def test_an_answer_without_room_for_its_thoughts_is_written_by_the_template(server: Server) -> None:
+def test_an_answer_without_room_for_its_thoughts_is_written_by_the_template(server: Remembering) -> None:
     answer = f"<think>{'hm ' * 100}</think>hello</s>"
     server.backend.context = 300 + len(server.ids(answer))
     first, second, _ = second_prompt(server, answer, max_tokens=800)
     assert second == f"{first}hello{MORE}"
 
 
-def test_a_longer_beginning_counts_before_a_shorter_one(server: Server) -> None:
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(" one </s>", " two </s>", " three </s>")
+def test_a_longer_beginning_counts_before_a_shorter_one(server: Remembering) -> None:
+    server.backend.say(" one </s>", " two </s>", " three </s>")
     sent: list[Any] = [{"role": "user", "content": "hello"}]
     for word in "abc":
         told = ask(server, sent)["choices"][0]["message"]
         sent += [told | {"content": told["content"].strip()}, {"role": "user", "content": word}]
-    first, _, third = backend.prompts()
+    first, _, third = server.backend.prompts()
     rest = " one </s>\n<|user|>a</s>\n<|assistant|> two </s>\n<|user|>b</s>\n<|assistant|>"
     assert third == first + rest
-
-
-# --- never a wrong prompt ---------------------------------------------------------------------------------
 
 
 TOLD, TOOL = ("messages", 2), ("tools", 0, "function")
@@ -396,11 +391,9 @@ CHANGES: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_makes_it_another_conversation(
-    server: Server, text_of_model: tuple[Tokenizer, Text], what: str
+    server: Remembering, text_of_model: tuple[Tokenizer, Text], what: str
 ) -> None:
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(ANSWERS[0], "ok</s>")
+    server.backend.say(ANSWERS[0], "ok</s>")
     first: list[Any] = [{"role": "system", "content": "Be"}, {"role": "user", "content": "What is 1 + 2?"}]
     told = ask(server, first)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "3"}
@@ -411,55 +404,37 @@ def test_a_change_makes_it_another_conversation(
         holder = holder[key]
     holder[last] = change(holder[last] if last != "reasoning_effort" else None)
     ask(server, **body)
-    found = backend.requests[1].tokens
-    assert found == prompt_of_a_stranger(text_of_model, body) or what == "nothing"
-    assert (common(backend.held[0], found) == len(backend.held[0])) == (what == "nothing")
+    with remembering(*text_of_model, "ok</s>") as stranger:  # where no answer is remembered
+        ask(stranger, **body)
+    same = server.backend.requests[1].tokens == stranger.backend.request.tokens
+    assert same or what == "nothing"
+    assert server.backend.knows(1) == (what == "nothing")
 
 
-def prompt_of_a_stranger(text_of_model: tuple[Tokenizer, Text], body: dict[str, Any]) -> tuple[int, ...]:
-    """Return the prompt where no answer is remembered."""
-    tokenizer, text = text_of_model
-    backend = Keeping(text)
-    backend.begin(tokenizer)
-    backend.say("ok</s>")
-    with serving(backend, tokenizer) as other:
-        ask(other, **body)
-    return backend.request.tokens
-
-
-def test_other_files_of_the_model_have_other_answers(server: Server) -> None:
+def test_other_files_of_the_model_have_other_answers(server: Remembering) -> None:
     """Another revision of a model has its own weights, and perhaps its own tokens."""
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(" well </s>", "ok</s>", "ok</s>")
-    told = ask(server, [{"role": "user", "content": "hello"}])["choices"][0]["message"]
-    told["content"] = told["content"].strip()
-    sent = [{"role": "user", "content": "hello"}, told, {"role": "user", "content": "more"}]
+    server.backend.say(" well </s>", "ok</s>", "ok</s>")
+    sent: list[Any] = [{"role": "user", "content": "hello"}]
+    told = ask(server, sent)["choices"][0]["message"]
+    sent += [told | {"content": told["content"].strip()}, {"role": "user", "content": "more"}]
     ask(server, sent)
-    backend.folder = Path("another")
+    server.backend.folder = Path("another")
     ask(server, sent)
-    assert [" well </s>" in prompt for prompt in backend.prompts()] == [False, True, False]
+    assert [" well </s>" in prompt for prompt in server.backend.prompts()] == [False, True, False]
 
 
-def test_count_tokens_counts_the_tokens_of_the_answer(server: Server) -> None:
-    backend = server.backend
-    assert isinstance(backend, Keeping)
-    backend.say(*ANSWERS[1:])
-    question = {"role": "user", "content": "What is 1 + 2?"}
-    told, _ = messages(server, [question], False)
-    body: Any = {
-        "model": "tiny",
-        "messages": [question, *told, {"role": "user", "content": "Thanks."}],
-        "tools": [{"name": "add", "description": "Adds", "input_schema": ADD.parameters}],
-    }
+def test_count_tokens_counts_the_tokens_of_the_answer(server: Remembering) -> None:
+    server.backend.say(*ANSWERS[1:])
+    sent: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+    told, _ = messages(server, sent, False)
+    sent += [*told, {"role": "user", "content": "Thanks."}]
+    tools: Any = [{"name": "add", "description": "Adds", "input_schema": ADD.parameters}]
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        counted = client.messages.count_tokens(**body).input_tokens
-        answer = client.messages.create(max_tokens=9, **body)
-    cached = answer.usage.cache_read_input_tokens or 0
-    assert counted == len(backend.requests[1].tokens) == answer.usage.input_tokens + cached
+        counted = client.messages.count_tokens(model="tiny", messages=sent, tools=tools).input_tokens
+        usage = client.messages.create(model="tiny", messages=sent, tools=tools, max_tokens=9).usage
+    assert counted == len(server.backend.requests[1].tokens)
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
-
-# --- other templates --------------------------------------------------------------------------------------
 
 LISTED = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 NEXT_BEGINS = LISTED + (
@@ -488,6 +463,10 @@ WITHOUT_TOOLS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+WITH_RESULT = "</s><|user|><tool_response>\n3\n</tool_response></s><|assistant|>"
+TAGGED = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+TOOL_ENDS = "{{ m.content }}{% if m.role == 'tool' %}</s>{% endif %}"
+PICKY = "{{ raise_exception('no') if messages[0].content == 'x' }}"
 CALL_OF_THEIRS = '{"name":"add","parameters":{"a":1}}'
 DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
 
@@ -496,14 +475,10 @@ DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
     ("template", "answer", "after"),
     [
         (NEXT_BEGINS, "<think>a</think>well <|user|>", "<|user|>more<|assistant|>"),
+        (NEXT_BEGINS, f"ok {TAGGED}</s>", "<|tool|>3<|assistant|>"),
         (
-            NEXT_BEGINS,
-            "ok <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call></s>",
-            "<|tool|>3<|assistant|>",
-        ),
-        (
-            NEXT_BEGINS.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'tool' %}</s>{% endif %}"),
-            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|tool|>",
+            NEXT_BEGINS.replace("{{ m.content }}", TOOL_ENDS),
+            f"{TAGGED}<|tool|>",
             "<|tool|>3</s><|assistant|>",
         ),
         (OTHER_END, "<think>a</think>well </s>", "<end><|user|>more<end><|assistant|>"),
@@ -511,54 +486,31 @@ DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
         (CALL_ALONE, f"{CALL_OF_THEIRS}</s>", "</s><|tool|>3</s><|assistant|>"),
         (CALL_ALONE, "<think>a</think>well </s>", "</s><|user|>more</s><|assistant|>"),
         (DATED, "<think>a</think>well</s>", None),
-        (
-            "{{ raise_exception('no') if messages[0].content == 'x' }}" + DATED.replace("%S.%f", ""),
-            "<think>a</think>well</s>",
-            None,
-        ),
-        (
-            WITHOUT_TOOLS,
-            f"ok {CALL.replace(': ', ':')}</s>",
-            "</s><|user|><tool_response>\n3\n</tool_response></s><|assistant|>",
-        ),
+        (PICKY + DATED.replace("%S.%f", ""), "<think>a</think>well</s>", None),
+        (WITHOUT_TOOLS, f"ok {CALL.replace(': ', ':')}</s>", WITH_RESULT),
     ],
 )
 def test_a_template(tmp_path: Path, template: str, answer: str, after: str | None) -> None:
     """The last token of an answer is what the template writes there, and not what the model wrote."""
     tokenizer, text = made(template, tmp_path, ("<|tool|>", "<end>"))
-
-    class Ending(Keeping):
-        def models(self) -> tuple[ModelInfo, ...]:
-            ends = [int(tokenizer.token_to_id(each)) for each in ("</s>", "<|user|>", "<|tool|>")]
-            return tuple(replace(model, eos=tuple(ends)) for model in super().models())
-
-    backend = Ending(text)
-    backend.begin(tokenizer)
-    with serving(backend, tokenizer) as server:
+    ends = tuple(int(tokenizer.token_to_id(each)) for each in ("</s>", "<|user|>", "<|tool|>"))
+    with remembering(tokenizer, text, eos=ends) as server:
         first, second, _ = second_prompt(server, answer)
-    known = common(backend.held[0], backend.requests[1].tokens) == len(backend.held[0])
-    assert known == (after is not None)
+    assert server.backend.knows(1) == (after is not None)
     if after is not None:
-        written = answer[: answer.rindex("<")]
-        assert second == f"{first}{written}{after}"
+        assert second == f"{first}{answer[: answer.rindex('<')]}{after}"
 
 
 def test_a_call_that_was_not_allowed_is_not_remembered(tmp_path: Path) -> None:
     """The client saw the words alone."""
-    tokenizer, text = made(CALL_ALONE, tmp_path)
-    backend = Keeping(text)
-    backend.begin(tokenizer)
-    with serving(backend, tokenizer) as server:
+    with remembering(*made(CALL_ALONE, tmp_path)) as server:
         _, second, _ = second_prompt(server, f"{CALL_OF_THEIRS} well </s>", tool_choice="none")
     assert "well" in second
     assert CALL_OF_THEIRS not in second
 
 
 def test_each_key_has_its_own_answers(text_of_model: tuple[Tokenizer, Text], tmp_path: Path) -> None:
-    tokenizer, text = text_of_model
-    backend = Keeping(text)
-    backend.begin(tokenizer)
-    backend.say(" well </s>", *["ok</s>"] * 2)
+    backend = Keeping(*text_of_model, " well </s>", *["ok</s>"] * 2)
     sent: list[Any] = [{"role": "user", "content": "hello"}]
     with door(backend, tmp_path) as opened:
         mine, theirs = (opened.openai(opened.key(name)) for name in ("mine", "theirs"))

@@ -19,7 +19,13 @@ from ..conftest import Server
 
 Json = dict[str, Any]
 Parse = Callable[[bytes], object]
-ASKED: Json = {"role": "user", "content": "hello"}
+
+
+def said(role: str, content: Any) -> Json:
+    return {"role": role, "content": content}
+
+
+ASKED = said("user", "hello")
 
 
 def test_what_is_too_much_to_parse_is_said_in_numbers() -> None:
@@ -69,12 +75,10 @@ def test_a_body_with_too_much_in_it(roomy: Server, path: str) -> None:
 
 def test_arguments_of_calls_count_together(roomy: Server) -> None:
     calls = [{"id": "a", "function": {"name": "f", "arguments": "[" * 60_000}}] * 2
-    user = {"role": "user", "content": "hello"}
-    body: Any = {"messages": [user, {"role": "assistant", "tool_calls": calls}]}
+    body: Any = {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}]}
     assert refused(roomy, "chat/completions", json.dumps(body).encode()) == "messages"
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": f'{{"a": {"[" * 120_000}'}
-    body = {"input": [{"role": "user", "content": "hello"}, call]}
-    assert refused(roomy, "responses", json.dumps(body).encode()) == "input[1].arguments"
+    assert refused(roomy, "responses", json.dumps({"input": [ASKED, call]}).encode()) == "input[1].arguments"
 
 
 @pytest.mark.parametrize(
@@ -92,16 +96,11 @@ def test_a_list_or_an_object_ends_at_its_first_error(part: str) -> None:
 
 
 WRONG = [1] * 1_000_000
+TOLD: Json = {"type": "tool_result", "content": [None] * 1_000_000}
 MANY: list[tuple[Parse, Json]] = [
-    (anthropic.parse_messages, {"max_tokens": 1, "messages": [{"role": "user", "content": WRONG}]}),
-    (
-        anthropic.parse_messages,
-        {"max_tokens": 1, "messages": [{"role": "assistant", "content": WRONG}, ASKED]},
-    ),
-    (
-        anthropic.parse_count,
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [None] * 1_000_000}]}]},
-    ),
+    (anthropic.parse_messages, {"max_tokens": 1, "messages": [said("user", WRONG)]}),
+    (anthropic.parse_messages, {"max_tokens": 1, "messages": [said("assistant", WRONG), ASKED]}),
+    (anthropic.parse_count, {"messages": [said("user", [TOLD])]}),
     (anthropic.parse_count, {"messages": [ASKED], "system": ["a"] * 1_000_000}),
     (openai.parse_chat, {"messages": [ASKED], "stop": WRONG}),
     (openai.parse_chat, {"messages": [{"role": "assistant", "reasoning": ["a"] * 1_000_000}, ASKED]}),

@@ -24,17 +24,9 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "max_tokens": 200, "messages": user(text)} | fields
 
 
-def final(client: anthropic.Anthropic, **fields: Any) -> Any:
-    """Return the library's message of a stream."""
-    with client.messages.stream(**fields) as stream:
-        return stream.get_final_message()
-
-
 def test_a_whole_answer_and_a_streamed_one(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(**asked(f"Repeat exactly: {SECRET}"))
-    (block,) = message.content
-    assert block.type == "text"
-    assert block.text == SECRET
+    message: Any = client.messages.create(**asked(f"Repeat exactly: {SECRET}"))
+    assert [block.text for block in message.content] == [SECRET]
     assert (message.stop_reason, message.model) == ("end_turn", "tiny")
     with client.messages.stream(**asked(f"Repeat exactly: {SECRET}")) as stream:
         pieces = list(stream.text_stream)
@@ -49,20 +41,15 @@ def test_a_whole_answer_and_a_streamed_one(client: anthropic.Anthropic) -> None:
 )
 def test_a_tool_that_must_be_called(client: anthropic.Anthropic, choice: Any) -> None:
     fields = asked("Look up 5.", tools=[TOOL], tool_choice=choice)
-    message = client.messages.create(**fields)
-    assert message.stop_reason == "tool_use"
+    message: Any = client.messages.create(**fields)
     use = message.content[-1]
-    assert use.type == "tool_use"
-    assert use.name == "look_up"
-    assert isinstance(use.input, dict)
+    assert (message.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "look_up")
     assert use.input.keys() == {"n", "ok"}
-    streamed = final(client, **fields).content[-1]
+    with client.messages.stream(**fields) as stream:
+        streamed: Any = stream.get_final_message().content[-1]
     assert (streamed.name, streamed.input) == (use.name, use.input)
-    told = [
-        *fields["messages"],
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": SECRET}]},
-    ]
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": SECRET}
+    told = [*fields["messages"], {"role": "assistant", "content": message.content}]
+    told.append({"role": "user", "content": [result]})
     after = client.messages.create(**asked("", tools=[TOOL], tool_choice={"type": "none"}, messages=told))
-    assert after.stop_reason == "end_turn"
-    assert after.content[0].type == "text"
+    assert (after.stop_reason, after.content[0].type) == ("end_turn", "text")

@@ -9,12 +9,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import httpx
 import pytest
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mlxtp.cli.launch import Served, claude
 from mlxtp.values import DEFAULT_HTTP
@@ -50,19 +48,16 @@ SAID = {
 """The text below each heading."""
 
 
-# --- scripts ----------------------------------------------------------------------------------------------
+def run(command: list[str], url: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "MLXTP_URL": url}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
 
 
 def sections(command: list[str], url: str) -> dict[str, str]:
     """Return the output of a script, by its headings. Fails unless it went well."""
-    done = subprocess.run(
-        command,
-        env={**os.environ, "MLXTP_URL": url},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    done = run(command, url)
     assert (done.returncode, done.stderr) == (0, ""), done
     before, *parts = re.split(r"^== (.+)\n", done.stdout, flags=re.MULTILINE)
     assert before == ""
@@ -112,105 +107,50 @@ PROGRAMS = [block.text for block in blocks(ROOT / "docs" / "api.md") if block.in
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["openai", "ollama"])
 def test_the_programs_of_the_documents_count(two_ranks: Cluster, program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace(HERE, two_ranks.url)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=True,
-    )
-    assert re.findall(r"\d+", done.stdout) == [str(number) for number in range(1, 21)]
+    done = run([sys.executable, "-c", program.replace(HERE, two_ranks.url)], two_ranks.url)
+    assert re.findall(r"\d+", done.stdout) == [str(number) for number in range(1, 21)], done
 
 
 def test_a_script_says_when_no_server_replies() -> None:
     """On a machine where nothing listens at the port."""
-    done = subprocess.run(
-        ["/bin/sh", str(CLIENTS / "curl.sh")],
-        env={**os.environ, "MLXTP_URL": "http://127.0.0.1:9"},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    done = run(["/bin/sh", str(CLIENTS / "curl.sh")], "http://127.0.0.1:9")
     assert done.returncode != 0
     assert "curl:" in done.stderr
 
 
-# --- settings of programs ---------------------------------------------------------------------------------
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class ZedCapabilities(Strict):
-    """As Zed's settings have them, all of which but the first four may be left out."""
-
-    tools: bool
-    images: bool
-    parallel_tool_calls: bool
-    prompt_cache_key: bool
-    chat_completions: bool = True
-    interleaved_reasoning: bool = False
-
-
-class ZedModel(Strict):
-    name: str
-    display_name: str | None = None
-    max_tokens: PositiveInt
-    max_output_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
-    capabilities: ZedCapabilities
-
-
-class ZedProvider(Strict):
-    api_url: str
-    available_models: list[ZedModel]
-
-
 def test_the_settings_of_zed() -> None:
-    settings = json.loads((CLIENTS / "zed.settings.json").read_text())
-    assert settings.keys() == {"language_models", "agent"}
-    assert settings["language_models"].keys() == {"openai_compatible"}
-    ((name, given),) = settings["language_models"]["openai_compatible"].items()
-    provider = ZedProvider.model_validate(given)
-    assert provider.api_url == f"{HERE}/v1"
-    assert settings["agent"]["default_model"] == {"provider": name, "model": "default"}
-    assert provider.available_models[0].name == "default"
-    assert f"{name.upper()}_API_KEY" in (CLIENTS / "APPS.md").read_text()  # where Zed looks for the key
-
-
-class ContinueOptions(Strict):
-    contextLength: PositiveInt | None = None
-    maxTokens: PositiveInt | None = None
-
-
-class ContinueModel(Strict):
-    """Some of what Continue's schema has."""
-
-    name: str
-    provider: Literal["openai", "ollama"]
-    model: str
-    apiBase: str
-    apiKey: str | None = None
-    roles: list[Literal["chat", "autocomplete", "embed", "rerank", "edit", "apply", "summarize"]]
-    capabilities: list[Literal["tool_use", "image_input"]] | None = None
-    defaultCompletionOptions: ContinueOptions | None = None
-
-
-class ContinueConfig(Strict):
-    name: str
-    version: str
-    format_: Literal["v1"] = Field(alias="schema")
-    models: list[ContinueModel]
+    wanted = {
+        "name": "default",
+        "display_name": "mlxtp",
+        "max_tokens": 131072,
+        "max_output_tokens": 8192,
+        "capabilities": dict.fromkeys(("tools", "parallel_tool_calls", "chat_completions"), True)
+        | dict.fromkeys(("images", "prompt_cache_key"), False),
+    }
+    provider = {"api_url": f"{HERE}/v1", "available_models": [wanted]}
+    assert json.loads((CLIENTS / "zed.settings.json").read_text()) == {
+        "language_models": {"openai_compatible": {"mlxtp": provider}},
+        "agent": {"default_model": {"provider": "mlxtp", "model": "default"}},
+    }
+    assert "MLXTP_API_KEY" in (CLIENTS / "APPS.md").read_text()  # where Zed looks for the key
 
 
 def test_the_settings_of_continue() -> None:
-    given = yaml.safe_load((CLIENTS / "continue.config.yaml").read_text())
-    config = ContinueConfig.model_validate(given)
-    bases = {model.provider: model.apiBase for model in config.models}
-    assert bases == {"openai": f"{HERE}/v1", "ollama": HERE}
-    assert len({model.name for model in config.models}) == len(config.models)
+    openai, ollama = (
+        {"name": name, "provider": provider, "model": "default", "apiBase": base, "roles": roles}
+        for name, provider, base, roles in (
+            ("mlxtp", "openai", f"{HERE}/v1", ["chat", "edit", "apply"]),
+            ("mlxtp (Ollama API)", "ollama", HERE, ["chat"]),
+        )
+    )
+    most: Any = {"contextLength": 131072, "maxTokens": 8192}
+    openai |= {"apiKey": "none", "capabilities": ["tool_use"], "defaultCompletionOptions": most}
+    assert yaml.safe_load((CLIENTS / "continue.config.yaml").read_text()) == {
+        "name": "mlxtp",
+        "version": "0.0.1",
+        "schema": "v1",
+        "models": [openai, ollama],
+    }
 
 
 def test_the_settings_of_open_webui() -> None:
@@ -248,38 +188,9 @@ def test_every_example_is_in_the_table() -> None:
         assert f"clients/{path.name})" in table or f"]({path.name})" in guide, path
 
 
-# --- what programs ask ------------------------------------------------------------------------------------
-
-
 def test_open_webui_in_docker_comes_by_a_name_that_has_to_be_allowed(two_ranks: Cluster) -> None:
     """Hence `--allowed-host` in the guide. It shows what stands in `error`, so there has to be one."""
     refused = two_ranks.client.get("/v1/models", headers={"Host": "host.docker.internal:52415"})
     assert refused.status_code in (403, 421)
     assert "host.docker.internal" in refused.json()["error"]["message"]
     assert "--allowed-host host.docker.internal" in (CLIENTS / "APPS.md").read_text()
-
-
-PARAMETER = re.compile(r'(\S+)\s+((?:".*")|\S+)')
-
-
-def test_continue_asks_ollamas_api_about_the_model(two_ranks: Cluster) -> None:
-    """By `name`. It stops at a line of `parameters` that it cannot read, and looks into `template`."""
-    told = two_ranks.client.post("/api/show", json={"name": "default"})
-    assert told.status_code == 200
-    shown = told.json()
-    assert isinstance(shown["template"], str)
-    lines = shown["parameters"].split("\n") if shown.get("parameters") else []
-    parameters = {}
-    for line in lines:
-        found = PARAMETER.fullmatch(line)
-        assert found, line
-        parameters[found[1]] = found[2]
-    assert int(parameters["num_ctx"]) == 4096
-
-
-def test_a_client_that_first_looks_for_a_server(two_ranks: Cluster) -> None:
-    assert two_ranks.client.get("/api/version").json()["version"].count(".") == 2
-    assert httpx.get(f"{two_ranks.url}/health").json()["ready"] is True
-    assert httpx.head(two_ranks.url).status_code == 200
-    for path in ("/api/tags", "/api/ps"):
-        assert [row["name"] for row in two_ranks.client.get(path).json()["models"]] == ["tiny"]

@@ -391,7 +391,7 @@ def usually(path: str) -> Any:
     return pytest.param(path, marks=marks)
 
 
-@pytest.mark.parametrize("path", map(usually, ANSWERED))
+@pytest.mark.parametrize("path", [usually(path) for path in ANSWERED])
 def test_no_odd_part_of_a_body_is_a_bug(client: httpx.Client, path: str) -> None:
     """Each part in turn, at any depth: left out, and twice something odd."""
     random, tally = Random(path), Tally()

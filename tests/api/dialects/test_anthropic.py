@@ -17,9 +17,10 @@ from anthropic import types
 from pydantic import BaseModel
 
 from mlxtp.api.access_log import AccessLog
+from mlxtp.api.adapter import About
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
+from mlxtp.api.dialects.anthropic import ANTHROPIC, SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.text.conversation import (
@@ -31,6 +32,7 @@ from mlxtp.text.conversation import (
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_grammar import log_once
+from mlxtp.text.transcript import ContentDelta, ReasoningDelta
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, on_loopback, save, says, then
 from ..test_app import fail_with
@@ -201,6 +203,12 @@ def test_an_answer_that_says_nothing_has_no_content(server: AnthropicServer, get
     server.say("</s>")
     message = get(server)
     assert (message.content, message.stop_reason) == ([], "end_turn")
+
+
+def test_words_of_no_letters_open_no_block() -> None:
+    about = About("0" * 32, 0.0, "m", (3,), (), lambda _: ("x", [120]), parse())
+    writer = ANTHROPIC.writer(about)
+    assert [writer.write(each) for each in (ContentDelta(0, ""), ReasoningDelta(0, ""))] == [b"", b""]
 
 
 @pytest.mark.parametrize("get", [create, streamed])

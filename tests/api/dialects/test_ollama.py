@@ -29,7 +29,7 @@ from mlxtp.api.backend import (
 )
 from mlxtp.api.catalog import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.errors import GroupError
+from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
@@ -381,6 +381,15 @@ def test_an_answer_held_to_a_schema_or_to_json(thinker: Server, client: ollama.C
     client.generate(model="thinker", prompt="hello", format="")
     kinds = [each.shaping.grammar_kind for each in thinker.backend.requests]
     assert kinds == ["json_schema", "json_schema", ""]
+
+
+def test_a_refused_grammar_is_called_as_the_client_calls_it(thinker: Server) -> None:
+    async def judge() -> None:
+        raise RequestError("response_format is no grammar", Code.BAD_REQUEST)
+
+    thinker.backend.judge = judge
+    said = error_of(post(thinker, "chat", ask(format={"type": "nothing"})), 400)
+    assert said == "format is no grammar"
 
 
 @pytest.mark.parametrize("path", ["chat", "generate"])

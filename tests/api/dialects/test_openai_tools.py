@@ -15,7 +15,7 @@ from mlxtp.text.tokenizer import Text
 
 from ..conftest import TEMPLATE, Server, byte_level, save, says
 from ..test_app import HELLO
-from .test_openai_chat import create
+from .test_openai_chat import create, refuse
 
 ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 TOOLS = [tool_json(ADD)]
@@ -129,6 +129,10 @@ def test_a_call_that_must_come_has_a_grammar(server: Server, choice: Any) -> Non
     assert found.finish_reason == "tool_calls"
     assert found.message.tool_calls[0].function.arguments == '{"a": 1}'
     assert server.backend.request.shaping.grammar_kind == "lark"
+    server.backend.judge = refuse
+    with pytest.raises(openai.BadRequestError, match="has no end") as caught:
+        create(server, tools=TOOLS, tool_choice=choice)
+    assert caught.value.param == "tools"
 
 
 def test_a_call_that_the_budget_cut_is_a_length(server: Server) -> None:

@@ -48,6 +48,7 @@ def test_each_mac_is_known_for_what_it_is(
     assert (found.cpu_cores, found.gpu_cores, found.memory_bytes) == (cpu, gpu, memory_gb * GB)
     assert [port.receptacle for port in found.ports] == list(range(1, ports + 1))
     assert 0 < found.wired_bytes < found.free_bytes < found.memory_bytes
+    assert found.power == ("battery" if name == BOOK else "ac")
     assert over_the_wire(found) == found
 
 
@@ -57,51 +58,34 @@ def test_two_macs_on_one_cable_name_each_other() -> None:
     assert (ultra.interface, ultra.rdma, ultra.active) == ("en4", "rdma_en4", True)
     assert (other.interface, other.rdma, other.active) == ("en3", "rdma_en3", True)
     assert (ultra.gbps, ultra.hub, other.hub) == (80, False, False)
-
-
-def test_a_hub_in_between_is_seen_from_one_end() -> None:
     mini, book = port(machine(MINI), 2), port(machine(BOOK), 2)
     assert (mini.domain, mini.peer_domain) == (book.peer_domain, book.domain)
-    assert (mini.hub, book.hub) == (True, False)
-
-
-def test_a_disk_in_a_port_is_no_mac() -> None:
+    assert (mini.hub, book.hub) == (True, False), "a hub in between is seen from one end"
     disk = port(machine(ULTRA), 4)
     assert (disk.peer_domain, disk.hub, disk.gbps) == ("", False, 80)
-
-
-def test_a_port_without_a_cable_has_no_speed() -> None:
     assert {(port.gbps, port.peer_domain) for port in machine(OLD_BOOK).ports} == {(0, "")}
 
 
-# --- RDMA -------------------------------------------------------------------------------------------------
+NO_DEVICES = {"ibv_devices": recorded(BOOK)["ibv_devices"], "ibv_devinfo": ""}
 
 
-def test_rdma_is_off_until_it_is_enabled_in_recovery() -> None:
-    found = machine(BOOK)
-    assert found.rdma == "disabled"
-    assert {port.rdma for port in found.ports} == {""}
-
-
-def test_a_macos_without_the_command_has_no_rdma_and_nothing_to_complain_about() -> None:
-    found = machine(OLD_BOOK)
-    assert (found.rdma, found.notes) == ("unsupported", ())
-
-
-@pytest.mark.parametrize("switch", ["enabled", "disabled"])
-def test_thunderbolt_4_has_no_rdma_wherever_the_switch_stands(switch: str) -> None:
-    heading = recorded(BOOK)["ibv_devices"]
-    found = machine(OLD_BOOK, rdma_ctl=switch, ibv_devices=heading, ibv_devinfo="")
-    assert (found.rdma, found.notes) == ("unsupported", ())
-
-
-def test_thunderbolt_4_is_known_by_its_ports_even_if_macos_lists_devices() -> None:
-    devices = recorded(MINI)["ibv_devices"].replace("rdma_en4", "rdma_en1")
-    assert machine(OLD_BOOK, rdma_ctl="enabled", ibv_devices=devices).rdma == "unsupported"
-
-
-def test_enabled_without_a_single_device_is_hardware_that_cannot() -> None:
-    assert machine(BOOK, rdma_ctl="enabled").rdma == "unsupported"
+@pytest.mark.parametrize(
+    ("name", "changes", "rdma"),
+    [
+        (BOOK, {}, "disabled"),  # until it is enabled in recovery
+        (BOOK, {"rdma_ctl": "enabled"}, "unsupported"),  # without a single device
+        (OLD_BOOK, {}, "unsupported"),  # a macOS without the command
+        (OLD_BOOK, {"rdma_ctl": "enabled"} | NO_DEVICES, "unsupported"),
+        (OLD_BOOK, {"rdma_ctl": "disabled"} | NO_DEVICES, "unsupported"),
+    ],
+)
+def test_rdma_needs_thunderbolt_5_and_the_switch(name: str, changes: dict[str, str], rdma: str) -> None:
+    found = machine(name, **changes)
+    assert found.rdma == rdma
+    assert changes or not any(port.rdma for port in found.ports)
+    assert found.notes == () or name == BOOK
+    listed = machine(OLD_BOOK, rdma_ctl="enabled", ibv_devices=recorded(MINI)["ibv_devices"])
+    assert listed.rdma == "unsupported", "Thunderbolt 4 is known by its ports, even if macOS lists devices"
 
 
 def test_devices_prove_rdma_when_the_switch_does_not_answer() -> None:
@@ -121,6 +105,8 @@ def test_a_cable_slower_than_thunderbolt_5_carries_no_rdma() -> None:
     found = machine(MAX, system_profiler=slow)
     assert (port(found, 2).gbps, port(found, 2).rdma) == (40, "")
     assert (found.rdma, port(found, 3).rdma) == ("enabled", "rdma_en4")
+    not_listed = recorded(MAX)["ibv_devices"].replace("rdma_en3", "rdma_en9")
+    assert port(machine(MAX, ibv_devices=not_listed), 2).rdma == ""
 
 
 def test_slow_cables_in_all_ports_say_nothing_about_the_mac() -> None:
@@ -136,30 +122,20 @@ def test_slow_cables_in_all_ports_say_nothing_about_the_mac() -> None:
     assert found.rdma == "enabled"
 
 
-def test_a_device_that_is_not_listed_is_not_used() -> None:
-    listed = recorded(MAX)["ibv_devices"].replace("rdma_en3", "rdma_en9")
-    assert port(machine(MAX, ibv_devices=listed), 2).rdma == ""
-
-
-# --- memory -----------------------------------------------------------------------------------------------
-
-
-def test_the_gpu_may_wire_what_the_user_set() -> None:
-    assert machine(ULTRA).gpu_bytes == 458752 * 2**20
-
-
-@pytest.mark.parametrize(("memory_gb", "gpu_mib"), [(24, 16 * 1024), (36, 27 * 1024), (64, 53_084)])
-def test_else_it_may_wire_as_much_as_metal_reports_of_such_macs(memory_gb: int, gpu_mib: int) -> None:
-    smaller = recorded(MINI)["sysctl"].replace(str(64 * GB), str(memory_gb * GB))
-    assert machine(MINI, sysctl=smaller).gpu_bytes == gpu_mib << 20
-
-
-def test_a_limit_beyond_the_memory_is_the_memory() -> None:
-    raised = recorded(MINI)["sysctl"].replace("wired_limit_mb: 0", "wired_limit_mb: 999999")
-    assert machine(MINI, sysctl=raised).gpu_bytes == 64 * GB
-
-
-# --- interfaces -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("told", "instead", "gpu_mib"),
+    [
+        ("wired_limit_mb: 0", "wired_limit_mb: 458752", 64 << 10),  # no more than the memory
+        ("wired_limit_mb: 0", "wired_limit_mb: 50000", 50_000),  # what the user set
+        # What Metal reports of such Macs.
+        ("", "", 53_084),
+        (f"memsize: {64 * GB}", f"memsize: {36 * GB}", 27 << 10),
+    ],
+)
+def test_the_gpu_may_wire_what_the_user_set_or_else_what_metal_reports(
+    told: str, instead: str, gpu_mib: int
+) -> None:
+    assert machine(MINI, sysctl=recorded(MINI)["sysctl"].replace(told, instead)).gpu_bytes == gpu_mib << 20
 
 
 def test_interfaces_are_named_by_kind_and_speed() -> None:
@@ -176,11 +152,8 @@ def test_the_thunderbolt_bridge_is_up_when_it_holds_ports() -> None:
     assert not machine(ULTRA).bridge_up  # it is there, with members, but down
     emptied = "\n".join(line for line in recorded(MINI)["ifconfig"].splitlines() if "member:" not in line)
     assert not machine(MINI, ifconfig=emptied).bridge_up
-
-
-def test_a_bridge_without_a_cable_is_up_all_the_same() -> None:
     assert "status: active" not in recorded(OLD_BOOK)["ifconfig"].partition("bridge0")[2].partition("en0")[0]
-    assert machine(OLD_BOOK).bridge_up
+    assert machine(OLD_BOOK).bridge_up, "without a cable, too"
 
 
 FLAGS = "flags=8843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST> mtu 1500"
@@ -209,6 +182,7 @@ DEVICES: dict[str, tuple[str, str, str]] = {
     "bond1": ("bond key: 0x0001 interfaces: en0", "", "ethernet"),
     "bond2": ("bond interfaces: <none>", "", ""),
     "bond3": ("", "bond3", "ethernet"),
+    "vlan2": (f"vlan: 2 parent interface: bond9\nbond9: {FLAGS}\n\tbond interfaces: en0", "", "ethernet"),
 }
 
 
@@ -237,27 +211,14 @@ def test_a_vlan_counts_that_is_listed_behind_the_ports() -> None:
     assert found.ports == machine(MAX).ports
 
 
-def test_a_vlan_may_lie_over_a_bond() -> None:
-    links = (
-        f"vlan0: {FLAGS}\n\tinet 10.2.0.1 netmask 0xffffff00\n\tvlan: 2 parent interface: bond0\n"
-        f"bond0: {FLAGS}\n\tbond interfaces: en0 en1\n"
+def test_an_adapter_and_a_bridge_count_while_macos_does_not_tell_its_ports() -> None:
+    devices = "".join(
+        f"{name}: {FLAGS}\n\tinet 10.3.{n}.1 netmask 0xffffff00\n\tmember: en9 flags=3\n"
+        for n, name in enumerate(("en9", "feth0", "bridge0"))
     )
-    found = machine(MAX, ifconfig=recorded(MAX)["ifconfig"] + links)
-    assert "vlan0" in [each.name for each in found.interfaces]
-
-
-def test_a_bridge_counts_while_macos_does_not_tell_its_ports() -> None:
-    bridge = f"bridge0: {FLAGS}\n\tinet 10.4.0.1 netmask 0xffffff00\n\tmember: en9 flags=3\n"
-    found = machine(MAX, networksetup=LATE, ifconfig=recorded(MAX)["ifconfig"] + bridge)
-    assert [each.kind for each in found.interfaces if each.address == "10.4.0.1"] == ["bridge"]
-
-
-def test_an_adapter_counts_while_macos_does_not_tell_its_ports() -> None:
-    adapters = "".join(
-        f"{name}: {FLAGS}\n\tinet 10.3.{n}.1 netmask 0xffffff00\n" for n, name in enumerate(("en9", "feth0"))
-    )
-    found = machine(MAX, networksetup=LATE, ifconfig=recorded(MAX)["ifconfig"] + adapters)
-    assert [each.name for each in found.interfaces] == ["en0", "en1", "en3", "en9"]
+    found = machine(MAX, networksetup=LATE, ifconfig=recorded(MAX)["ifconfig"] + devices)
+    assert [each.name for each in found.interfaces] == ["bridge0", "en0", "en1", "en3", "en9"]
+    assert found.interfaces[0].kind == "bridge"
 
 
 def test_an_address_that_is_asked_for_is_the_only_one() -> None:
@@ -266,40 +227,20 @@ def test_an_address_that_is_asked_for_is_the_only_one() -> None:
     assert found.notes == machine(ULTRA).notes
     (vpn,) = mac(outputs(ULTRA), "100.100.7.1").interfaces
     assert (vpn.name, vpn.prefix) == ("utun4", 32)
-
-
-def test_an_address_that_no_interface_has_is_named_with_those_there_are() -> None:
-    found = mac(outputs(MAX), "10.0.0.9")
-    assert found.interfaces == ()
-    assert found.notes[0] == (
+    none = mac(outputs(MAX), "10.0.0.9")
+    assert none.interfaces == ()
+    assert none.notes[0] == (
         "No interface has the requested address 10.0.0.9;"
         " this machine has: 192.168.1.12, 192.168.1.13, 10.10.3.2"
     )
-
-
-def test_power() -> None:
-    assert [machine(name).power for name in MACS] == ["ac", "ac", "ac", "battery", "ac", "ac"]
-
-
-# --- another language -------------------------------------------------------------------------------------
 
 
 def test_a_mac_that_speaks_german_is_the_same_mac() -> None:
     ports = recorded(BOOK)["networksetup"].replace("Wi-Fi", "WLAN").replace("Thunderbolt B", "Thunderbolt-B")
     speeds = recorded(BOOK)["system_profiler"].replace("Up to", "Bis zu")
     assert machine(BOOK, networksetup=ports, system_profiler=speeds) == machine(BOOK)
-
-
-def test_a_mac_that_calls_thunderbolt_otherwise_is_the_same_mac() -> None:
-    ports = (
-        recorded(BOOK)["networksetup"]
-        .replace("Thunderbolt Bridge", "雷雳网桥")
-        .replace("Thunderbolt", "雷雳")
-    )
-    assert machine(BOOK, networksetup=ports) == machine(BOOK)
-
-
-# --- what fails -------------------------------------------------------------------------------------------
+    chinese = recorded(BOOK)["networksetup"].replace("Thunderbolt Bridge", "雷雳网桥")
+    assert machine(BOOK, networksetup=chinese.replace("Thunderbolt", "雷雳")) == machine(BOOK)
 
 
 def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not_know() -> None:
@@ -321,12 +262,6 @@ def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not
     assert over_the_wire(found) == found
 
 
-def test_one_that_answers_something_else_says_so() -> None:
-    assert "vm_stat: its output cannot be parsed; not known: free memory, wired memory" in (
-        machine(MAX, vm_stat="Segmentation fault: 11").notes
-    )
-
-
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 @pytest.mark.parametrize(
     "text", ["", "\x00\x01", "{", "[]", "null", '{"SPThunderboltDataType": 1}', "$" * 100_000]
@@ -344,19 +279,10 @@ def test_one_command_talking_nonsense_costs_only_what_it_would_have_told(command
 def test_json_that_was_cut_short_leaves_what_other_commands_know() -> None:
     found = machine(MAX, system_profiler=recorded(MAX)["system_profiler"][:-200])
     assert (found.model, found.chip, found.gpu_cores, found.ports) == ("Mac16,9", "Apple M4 Max", 0, ())
-    assert found.notes == (
-        "system_profiler: its output cannot be parsed; not known: model, chip, GPU cores, Thunderbolt cables",
-    )
-
-
-def test_a_part_that_is_missing_is_named_alone() -> None:
-    found = machine(MAX, system_profiler=profile(MAX, SPDisplaysDataType=[]))
-    assert found.notes == ("system_profiler: its output cannot be parsed; not known: GPU cores",)
-
-
-def test_a_mac_without_sysctl_counts_its_memory_elsewhere() -> None:
-    assert machine(ULTRA, sysctl=LATE).memory_bytes == 512 * GB
-    assert machine(ULTRA, sysctl=LATE).cpu_cores == 32
+    words = "system_profiler: its output cannot be parsed; not known: "
+    assert found.notes == (f"{words}model, chip, GPU cores, Thunderbolt cables",)
+    without = machine(MAX, system_profiler=profile(MAX, SPDisplaysDataType=[]))
+    assert without.notes == (f"{words}GPU cores",), "a part that is missing is named alone"
 
 
 def test_far_too_much_is_cut_to_what_the_wire_carries() -> None:
@@ -388,8 +314,6 @@ def test_notes_are_at_most_what_the_wire_carries_and_the_important_ones_come_fir
     assert "bridge0" in found.notes[0]
     assert over_the_wire(found) == found
 
-
-# --- later ------------------------------------------------------------------------------------------------
 
 CHEAP = [name for name, command in COMMANDS.items() if command.cheap]
 
@@ -431,21 +355,15 @@ def test_what_a_refresh_cannot_read_stays_as_it_was() -> None:
         "sysctl", "vm_stat", "networksetup", "networksetup -listnetworkserviceorder", "ifconfig", "pmset",
         "ibv_devinfo",
     ]  # fmt: skip
-
-
-def test_a_raised_gpu_limit_is_not_forgotten_when_it_is_not_told_again() -> None:
-    assert mac_again(machine(ULTRA), cheap(ULTRA, sysctl=LATE)).gpu_bytes == machine(ULTRA).gpu_bytes
+    ultra = machine(ULTRA)
+    again = mac_again(ultra, cheap(ULTRA, sysctl=LATE, networksetup=LATE))
+    assert (again.gpu_bytes, again.interfaces) == (458752 << 20, ultra.interfaces)
 
 
 def test_addresses_left_out_on_request_are_not_missed_when_none_can_be_read_any_more() -> None:
     before = mac(outputs(MAX), "127.0.0.1")
     (sentence,) = mac_again(before, cheap(MAX, ifconfig=LATE), "127.0.0.1").notes
     assert sentence.startswith("ifconfig: ")
-
-
-def test_kinds_are_remembered_when_ports_are_not_told() -> None:
-    after = mac_again(machine(ULTRA), cheap(ULTRA, networksetup=LATE))
-    assert after.interfaces == machine(ULTRA).interfaces
 
 
 def test_what_the_first_look_could_not_read_is_not_forgotten_and_the_rest_is() -> None:

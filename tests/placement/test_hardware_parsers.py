@@ -18,7 +18,6 @@ from mlxtp.placement.probe_macos import (
     parse_ibv_devices,
     parse_ibv_devinfo,
     parse_ifconfig,
-    parse_pmset,
     parse_profile,
     parse_rdma_ctl,
     parse_services,
@@ -40,32 +39,24 @@ def bus(*items: Any, **port: str) -> Port:
     return found
 
 
-# --- system_profiler --------------------------------------------------------------------------------------
+def nested(depth: int, leaf: dict[str, str]) -> dict[str, Any]:
+    """A Mac behind so many hubs."""
+    return {"_items": [nested(depth - 1, leaf)]} if depth else leaf
 
 
-def test_a_mac_at_the_other_end() -> None:
-    assert bus({"domain_uuid_key": PEER}, current_speed_key="80 Gb/s") == Port(
-        2, "", OWN, PEER, False, 80, "", True
-    )
-
-
-def test_behind_two_hubs_it_is_still_found() -> None:
-    found = bus({"_items": [{"_items": [{"domain_uuid_key": PEER}]}]})
-    assert (found.peer_domain, found.hub) == (PEER, True)
-
-
-def test_the_nearest_mac_counts() -> None:
-    found = bus({"_items": [{"domain_uuid_key": FAR}]}, {"domain_uuid_key": PEER})
-    assert (found.peer_domain, found.hub) == (PEER, False)
-
-
-def test_both_ends_of_a_cable_spell_a_domain_alike() -> None:
-    assert bus({"domain_uuid_key": PEER.lower()}).peer_domain == PEER
-
-
-@pytest.mark.parametrize("uuid", ["", "0", "none", f"{PEER}0", f"{PEER[:-1]}g", 7, None, ["a"]])
-def test_what_is_no_uuid_is_no_peer(uuid: object) -> None:
-    assert bus({"domain_uuid_key": uuid}).peer_domain == ""
+@pytest.mark.parametrize(
+    ("items", "peer", "hub"),
+    [
+        ([{"domain_uuid_key": PEER}], PEER, False),
+        ([{"domain_uuid_key": PEER.lower()}], PEER, False),  # both ends spell a domain alike
+        ([nested(2, {"domain_uuid_key": PEER})], PEER, True),
+        ([nested(100, {"domain_uuid_key": PEER})], "", False),
+        ([nested(1, {"domain_uuid_key": FAR}), {"domain_uuid_key": PEER}], PEER, False),  # the nearest counts
+        *(([{"domain_uuid_key": none}], "", False) for none in ("0", f"{PEER}0", f"{PEER[:-1]}g", 7, ["a"])),
+    ],
+)
+def test_the_mac_at_the_other_end(items: list[Any], peer: str, hub: bool) -> None:
+    assert bus(*items, current_speed_key="80 Gb/s") == Port(2, "", OWN, peer, hub, 80, "", True)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +73,7 @@ def test_a_port_without_a_number_is_none(receptacle: str) -> None:
     reading = parse_profile(json.dumps({"SPThunderboltDataType": told}))
     assert reading.value.ports == ()
     assert "Thunderbolt cables" in reading.missing
-
-
-def test_a_mac_without_thunderbolt_lacks_nothing() -> None:
     assert "Thunderbolt cables" not in parse_profile('{"SPThunderboltDataType": []}').missing
-
-
-def test_json_nested_without_end_is_not_understood() -> None:
-    assert parse_profile("[" * 200_000).missing == ("model", "chip", "GPU cores", "Thunderbolt cables")
-
-
-def test_a_chain_of_hubs_without_end_is_left_off_somewhere() -> None:
-    chain: dict[str, Any] = {"domain_uuid_key": PEER}
-    for _ in range(100):
-        chain = {"_items": [chain]}
-    assert bus(chain).peer_domain == ""
 
 
 @pytest.mark.parametrize(
@@ -105,9 +82,6 @@ def test_a_chain_of_hubs_without_end_is_left_off_somewhere() -> None:
 def test_memory_is_counted_as_apple_does(told: object, size: int) -> None:
     text = json.dumps({"SPHardwareDataType": [{"physical_memory": told}]})
     assert parse_profile(text).value.memory_bytes == size * 2**30
-
-
-# --- sysctl, vm_stat --------------------------------------------------------------------------------------
 
 
 def test_a_name_that_sysctl_does_not_know_is_left_out() -> None:
@@ -147,15 +121,9 @@ def test_free_is_what_no_program_has_and_what_files_have_or_programs_may_lose(
     assert found.missing == ()
     assert found.value[0] / 1e9 == pytest.approx(free_gb, abs=0.05)
     assert found.value[1] == wired * 16384
-
-
-def test_without_a_page_size_pages_say_nothing() -> None:
-    text = CAPTURED.format(*range(8))
     for lacks in ("page size", "Pages free", "Pages wired", "Pages purgeable", "File-backed"):
-        assert parse_vm_stat(text.replace(lacks, "")).missing == ("free memory", "wired memory")
-
-
-# --- networksetup -----------------------------------------------------------------------------------------
+        without = CAPTURED.format(*pages).replace(lacks, "")
+        assert parse_vm_stat(without).missing == ("free memory", "wired memory")
 
 
 def kinds(*ports: str) -> list[str]:
@@ -173,14 +141,8 @@ def test_kinds_of_ports() -> None:
         "Thunderbolt Ethernet",
     )
     assert kinds(*told) == ["ethernet", "wifi", "thunderbolt", "ethernet", "other", "ethernet"]
-
-
-def test_a_numbered_ethernet_port_is_not_taken_for_thunderbolt() -> None:
     assert kinds("Ethernet 1", "Ethernet 2") == ["ethernet", "ethernet"]
     assert kinds("Thunderbolt 1", "Slot 2") == ["thunderbolt", "ethernet"]
-
-
-def test_a_device_without_a_port_is_passed_over() -> None:
     assert parse_hardware_ports("Device: en0\nHardware Port: Wi-Fi\n").missing
 
 
@@ -199,9 +161,6 @@ def test_services_that_are_on_are_known_by_their_devices() -> None:
     assert parse_services("nothing").missing
 
 
-# --- ifconfig ---------------------------------------------------------------------------------------------
-
-
 def link(*lines: str, flags: str = "UP,BROADCAST") -> NetworkDevice:
     text = f"en7: flags=8863<{flags}> mtu 1500\n" + "".join(f"\t{line}\n" for line in lines)
     (found,) = parse_ifconfig(text).value
@@ -209,32 +168,22 @@ def link(*lines: str, flags: str = "UP,BROADCAST") -> NetworkDevice:
 
 
 @pytest.mark.parametrize(
-    ("media", "mbps"),
+    ("line", "flags", "mbps", "up"),
     [
-        ("autoselect (1000baseT <full-duplex>)", 1000),
-        ("autoselect (10Gbase-T <full-duplex,flow-control>)", 10_000),
-        ("autoselect (2500Base-T <full-duplex>)", 2500),
-        ("100baseTX <full-duplex>", 100),
-        ("autoselect <full-duplex>", 0),
-        ("autoselect (none)", 0),
-        ("999999Gbase-T", 10**7),
+        ("media: autoselect (1000baseT <full-duplex>)", "UP", 1000, True),
+        ("media: autoselect (10Gbase-T <full-duplex,flow-control>)", "UP", 10_000, True),
+        ("media: autoselect (2500Base-T <full-duplex>)", "UP", 2500, True),
+        ("media: 100baseTX <full-duplex>", "UP", 100, True),
+        ("media: autoselect (none)", "UP", 0, True),
+        ("media: 999999Gbase-T", "UP", 10**7, True),
+        ("status: active", "UP", 0, True),
+        ("status: inactive", "UP", 0, False),
+        ("", "BROADCAST", 0, False),
     ],
 )
-def test_speeds(media: str, mbps: int) -> None:
-    assert link(f"media: {media}").mbps == mbps
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "up"),
-    [
-        ("UP", ["status: active"], True),
-        ("UP", ["status: inactive"], False),
-        ("UP", [], True),
-        ("BROADCAST", [], False),
-    ],
-)
-def test_up_is_wanted_and_connected(flags: str, status: list[str], up: bool) -> None:
-    assert link(*status, flags=flags).up is up
+def test_the_speed_of_an_interface_and_whether_it_is_up(line: str, flags: str, mbps: int, up: bool) -> None:
+    found = link(line, flags=flags)
+    assert (found.mbps, found.up) == (mbps, up)
 
 
 def test_several_addresses_of_one_interface() -> None:
@@ -246,9 +195,6 @@ def test_several_addresses_of_one_interface() -> None:
         "inet 0.0.0.0 netmask 0xffffff00",
     )
     assert found.addresses == (("10.0.0.1", 8), ("10.0.0.2", 30))
-
-
-# --- RDMA, power ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,21 +225,6 @@ def test_a_device_is_active_when_its_port_is() -> None:
     text = "hca_id:\trdma_en1\n\tstate: PORT_DOWN (1)\nhca_id: rdma_en2\n\t\tstate:\t\t\tPORT_ACTIVE (4)\n"
     assert parse_ibv_devinfo(text).value == {"rdma_en1": False, "rdma_en2": True}
     assert parse_ibv_devinfo("state: PORT_ACTIVE (4)\n").missing
-
-
-@pytest.mark.parametrize(
-    ("said", "power"),
-    [
-        ("Now drawing from 'AC Power'", "ac"),
-        ("Now drawing from 'Battery Power'", "battery"),
-        ("?", "unknown"),
-    ],
-)
-def test_power(said: str, power: str) -> None:
-    assert parse_pmset(said).value == power
-
-
-# --- what is kept of a text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

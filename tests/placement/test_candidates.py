@@ -52,12 +52,6 @@ def test_a_group_is_found_where_there_is_one(pairs: set[tuple[str, str]], size: 
             assert not must or found[0] == must
 
 
-def test_the_first_nodes_are_preferred() -> None:
-    all_linked = graph_of(set(PAIRS))
-    assert clique("fedcba", 3, all_linked) == ("f", "e", "d")
-    assert circle("fedcba", 3, all_linked, "a") == ("a", "f", "e")
-
-
 def test_nodes_that_may_not_take_part_do_not() -> None:
     all_linked = graph_of(set(PAIRS))
     assert set(circle("bdf", 3, all_linked)) == set("bdf")
@@ -85,9 +79,6 @@ def test_macs_are_preferred_by_speed_memory_and_caches() -> None:
         mac(6, chip="Apple M5 Max", free=64),
     )
     assert sorted({*preferred}, key=lambda each: preference(each, "org/model")) == [*preferred]
-
-
-# --- given ranks ------------------------------------------------------------------------------------------
 
 
 def wired(

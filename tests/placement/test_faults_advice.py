@@ -38,22 +38,43 @@ def with_port(of: Machine, receptacle: int, **changed: object) -> Machine:
     return replace(of, ports=tuple(ports))
 
 
-@pytest.mark.parametrize("name", [MAX, OLD_BOOK])
-def test_where_all_is_well_nothing_is_said(name: str) -> None:
-    assert notes_of(machine(name)) == ()
+@pytest.mark.parametrize(
+    ("found", "word", "told_"),
+    [
+        (machine(BOOK), "rdma_ctl", "run: rdma_ctl enable"),
+        (machine(ULTRA), "next to Ethernet", "Thunderbolt 1 (en2)"),
+        (with_port(machine(MAX), 2, gbps=40, rdma=""), "40 Gb/s", "Thunderbolt 2 (en3) runs at 40 Gb/s"),
+        (with_port(machine(MAX), 2, rdma=""), "no RDMA device", "ibv_devices"),
+        (with_port(machine(MAX), 2, active=False), "not active", "rdma_ctl status"),
+        (machine(MINI), "hub", "Thunderbolt 2 (en3)"),
+        (machine(BOOK), "battery", "To do: plug it in"),
+        (replace(machine(OLD_BOOK), system="linux", power="battery"), "battery", "plug it in"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_remedy(found: Machine, word: str, told_: str) -> None:
+    assert told_ in told(found, word)
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (machine(MAX), ""),
+        (machine(OLD_BOOK), ""),
+        (machine(OLD_BOOK, rdma_ctl="disabled"), ""),  # the hardware has none, so recovery would not help
+        (with_port(machine(ULTRA), 1, peer_domain=""), "next to Ethernet"),
+        (replace(machine(MINI), system="linux"), ""),
+    ],
+)
+def test_nothing_is_said_of_what_is_well_or_not_known(found: Machine, word: str) -> None:
+    assert not [sentence for sentence in notes_of(found) if word in sentence]
 
 
 @pytest.mark.parametrize("name", MACS)
 def test_what_is_found_stands_in_the_notes(name: str) -> None:
     assert machine(name).notes == notes_of(machine(name))
-
-
-def test_rdma_that_is_off_can_be_enabled() -> None:
-    assert told(machine(BOOK), "rdma_ctl").endswith("run: rdma_ctl enable")
-
-
-def test_no_user_is_sent_to_recovery_for_what_the_hardware_does_not_have() -> None:
-    assert notes_of(machine(OLD_BOOK, rdma_ctl="disabled")) == ()
+    assert mac(outputs(MAX), "127.0.0.1").notes == (), "addresses left out on request are not missed"
+    unread = machine(name, ifconfig="").notes
+    assert not [sentence for sentence in unread if "IPv4" in sentence], "nor those that cannot be read"
 
 
 def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
@@ -78,25 +99,6 @@ def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
 def test_the_bridge_stands_in_the_way_of_rdma(found: Machine, command: str) -> None:
     assert "sudo ifconfig bridge0 down" in told(found, "holds the Thunderbolt ports")
     assert command in told(found, "holds the Thunderbolt ports")
-
-
-def test_the_port_next_to_ethernet() -> None:
-    assert told(machine(ULTRA), "next to Ethernet").startswith("Thunderbolt 1 (en2)")
-    elsewhere = with_port(machine(ULTRA), 1, peer_domain="")
-    assert not [sentence for sentence in notes_of(elsewhere) if "next to Ethernet" in sentence]
-
-
-def test_a_slow_cable() -> None:
-    slow = machine(MAX, system_profiler=recorded(MAX)["system_profiler"].replace('"80 Gb/s"', '"40 Gb/s"'))
-    assert told(slow, "40 Gb/s").startswith("Thunderbolt 2 (en3) runs at 40 Gb/s")
-
-
-def test_a_port_that_has_no_device_for_no_known_reason() -> None:
-    assert "ibv_devices" in told(with_port(machine(MAX), 2, rdma=""), "no RDMA device")
-
-
-def test_an_inactive_port_points_to_the_other_mac() -> None:
-    assert "rdma_ctl status" in told(with_port(machine(MAX), 2, active=False), "not active")
 
 
 def test_a_cabled_port_without_an_address_is_given_one_of_a_pair() -> None:
@@ -152,31 +154,10 @@ def test_one_pair_does_not_do_for_a_bridge_with_several_cables() -> None:
     assert len([sentence for sentence in notes_of(down) if "10.201." in sentence]) == 2
 
 
-def test_addresses_that_were_left_out_on_request_are_not_missed() -> None:
-    assert mac(outputs(MAX), "127.0.0.1").notes == ()
-
-
-def test_nothing_is_said_of_addresses_when_none_could_be_read() -> None:
-    assert not [sentence for sentence in machine(MINI, ifconfig="").notes if "IPv4" in sentence]
-
-
-def test_a_hub_is_worth_a_word() -> None:
-    assert told(machine(MINI), "hub").startswith("Thunderbolt 2 (en3)")
-
-
 def test_a_cable_from_a_mac_to_itself() -> None:
     own = machine(MAX)
     looped = with_port(own, 2, peer_domain=own.ports[2].domain, rdma="")
     assert notes_of(looped) == (told(looped, "this same Mac"),)
-
-
-def test_battery() -> None:
-    assert "To do: plug it in" in told(machine(BOOK), "battery")
-    assert notes_of(replace(machine(OLD_BOOK), system="linux", power="battery"))
-
-
-def test_nothing_is_said_of_a_cable_on_a_machine_that_is_no_mac() -> None:
-    assert notes_of(replace(machine(MINI), system="linux")) == ()
 
 
 def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
@@ -195,9 +176,6 @@ def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
     sentences = notes_of(replace(found, rdma="enabled", interfaces=machine(MAX).interfaces))
     assert len(sentences) == 1 + 3 * 3 + 1
     assert all(len(sentence) <= 1000 for sentence in sentences)
-
-
-# --- addresses for a cable --------------------------------------------------------------------------------
 
 
 def test_the_two_ends_get_the_two_hosts_of_one_network() -> None:

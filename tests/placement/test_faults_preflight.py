@@ -49,7 +49,7 @@ OTHERS = {1: B, 2: C}
 
 
 def refuse(machine: Machine, **how: Any) -> Finding:
-    trouble = preflight(0, machine, how.pop("matrix", THREE), **how)
+    trouble = preflight(how.pop("rank", 0), machine, how.pop("matrix", THREE), **how)
     assert trouble.fix
     return trouble
 
@@ -60,38 +60,77 @@ def with_port(number: int, **changes: Any) -> Machine:
 
 
 def test_a_mac_that_is_ready() -> None:
-    assert preflight(0, STUDIO, THREE) is None
     assert preflight(0, STUDIO, THREE, others=OTHERS) is None
     assert preflight(0, STUDIO, THREE, ring=True, others=OTHERS) is None
 
 
-def test_a_matrix_with_a_fault_is_refused_before_anything_is_looked_at() -> None:
-    trouble = refuse(replace(STUDIO, rdma="disabled"), matrix=(("", "rdma_en3"), ("", "")))
-    assert "rank 0 has rdma_en3 for rank 1, which has no RDMA device" in trouble.what
-    assert "--rdma NODE=DEVICE" in trouble.fix
+OTHER_DEVICE = (("", "rdma_en9", "rdma_en4"), *THREE[1:])
+NO_RDMA = (("", "rdma_en2", "rdma_en4"), *THREE[1:])
 
 
-def test_rdma_is_off() -> None:
-    assert "rdma_ctl enable" in refuse(replace(STUDIO, rdma="disabled")).fix
-
-
-def test_macos_is_too_old() -> None:
-    trouble = refuse(replace(STUDIO, rdma="unsupported", release="26.1.2"))
-    assert (trouble.id, trouble.what) == ("rdma-needs-macos", "macOS 26.1.2 has no RDMA over Thunderbolt")
-    assert "26.2" in trouble.fix
-
-
-@pytest.mark.parametrize(("system", "release"), [("macos", "26.2"), ("macos", ""), ("linux", "13")])
-def test_a_machine_without_rdma(system: str, release: str) -> None:
-    trouble = refuse(replace(STUDIO, system=system, rdma="unsupported", release=release))
-    assert "Thunderbolt 5" in trouble.why
-    assert "--backend ring" in trouble.fix
-
-
-def test_errno_22_the_bridge_is_up() -> None:
-    trouble = refuse(replace(STUDIO, bridge_up=True))
-    assert (trouble.id, "errno 22" in trouble.why) == ("bridge-holds-rdma", True)
-    assert "sudo ifconfig bridge0 down" in trouble.fix
+@pytest.mark.parametrize(
+    ("machine", "how", "what", "fix"),
+    [
+        # A matrix with a fault is refused before anything is looked at.
+        (
+            replace(STUDIO, rdma="disabled"),
+            {"matrix": (("", "rdma_en3"), ("", ""))},
+            "rank 0 has rdma_en3 for rank 1, which has no RDMA device",
+            "name the device by hand (--rdma NODE=DEVICE)",
+        ),
+        (
+            STUDIO,
+            {"matrix": (("", ""), ("rdma_en5", "")), "named": {"rdma_en5"}},
+            "",
+            "correct the device that --rdma names",
+        ),
+        (replace(STUDIO, rdma="disabled"), {}, "RDMA over Thunderbolt is off", "rdma_ctl enable"),
+        (
+            replace(STUDIO, rdma="unsupported", release="26.1.2"),
+            {},
+            "macOS 26.1.2 has no RDMA over Thunderbolt",
+            "26.2",
+        ),
+        *(
+            (replace(STUDIO, system=system, rdma="unsupported", release=release), {}, "", "--backend ring")
+            for system, release in (("macos", "26.2"), ("macos", ""), ("linux", "13"))
+        ),
+        (replace(STUDIO, bridge_up=True), {}, "bridge0", "sudo ifconfig bridge0 down"),
+        *(
+            (
+                down,
+                {},
+                "Thunderbolt 4 (en4) is cabled, but its RDMA port rdma_en4 is not active",
+                "PORT_ACTIVE",
+            )
+            for down in (
+                with_port(4, active=False),
+                replace(STUDIO, interfaces=(address(3), address(4, up=False))),
+            )
+        ),
+        (STUDIO, {"matrix": NO_RDMA}, "Thunderbolt 2 (en2) has no RDMA device", "ibv_devices"),
+        (
+            replace(STUDIO, model="Mac Studio (Mac15,14)"),
+            {"matrix": NO_RDMA},
+            "the port next to Ethernet",
+            "move the cable",
+        ),
+        (
+            STUDIO,
+            {"matrix": OTHER_DEVICE},
+            "there is no RDMA device rdma_en9 for rank 1; this Mac has: rdma_en3, rdma_en4",
+            "",
+        ),
+        (replace(STUDIO, ports=()), {"matrix": OTHER_DEVICE}, "this Mac has: none", ""),
+        (STUDIO, {"rank": 1}, "there is no RDMA device rdma_en5 for rank 0", ""),
+    ],
+)
+def test_what_keeps_jaccl_from_forming(machine: Machine, how: dict[str, Any], what: str, fix: str) -> None:
+    trouble = refuse(machine, **how)
+    assert what in trouble.what
+    assert fix in trouble.fix
+    assert str(trouble).startswith(trouble.what)
+    assert str(trouble).endswith(f"{trouble.why}. To do: {trouble.fix}")
 
 
 @pytest.mark.parametrize("interfaces", [(address(3),), (address(3), address(4, address=""))])
@@ -126,30 +165,6 @@ def test_errno_60_a_cable_in_another_port_of_the_right_mac() -> None:
     assert trouble.fix.startswith("move that end to Thunderbolt 5 (en5) of rank 1")
 
 
-@pytest.mark.parametrize(
-    "down", [with_port(4, active=False), replace(STUDIO, interfaces=(address(3), address(4, up=False)))]
-)
-def test_a_port_that_is_down_gets_no_protection_domain(down: Machine) -> None:
-    trouble = refuse(down)
-    assert trouble.what == "Thunderbolt 4 (en4) is cabled, but its RDMA port rdma_en4 is not active"
-    assert "PORT_ACTIVE" in trouble.fix
-
-
-def test_a_cable_in_a_port_without_rdma() -> None:
-    matrix = (("", "rdma_en2", "rdma_en4"), *THREE[1:])
-    trouble = refuse(STUDIO, matrix=matrix)
-    assert trouble.what == "Thunderbolt 2 (en2) has no RDMA device"
-    by_ethernet = refuse(replace(STUDIO, model="Mac Studio (Mac15,14)"), matrix=matrix)
-    assert by_ethernet.id == "port-next-to-ethernet"
-
-
-def test_a_device_that_is_not_there() -> None:
-    matrix = (("", "rdma_en9", "rdma_en4"), *THREE[1:])
-    trouble = refuse(STUDIO, matrix=matrix)
-    assert trouble.what == "there is no RDMA device rdma_en9 for rank 1; this Mac has: rdma_en3, rdma_en4"
-    assert "this Mac has: none" in refuse(replace(STUDIO, ports=()), matrix=matrix).what
-
-
 def test_what_a_person_named_is_believed() -> None:
     """Its probe is left out; the rest of the machine is read, as long as it is needed."""
     matrix = (("", "mlx5_0", "rdma_en4"), *THREE[1:])
@@ -168,20 +183,6 @@ def test_a_ring_asks_for_its_neighbours_only() -> None:
     )
     assert preflight(0, STUDIO, ring, ring=True) is None
 
-
-def test_each_rank_is_judged_by_its_own_row() -> None:
-    trouble = preflight(1, STUDIO, THREE)
-    assert "there is no RDMA device rdma_en5 for rank 0" in trouble.what
-
-
-def test_a_trouble_is_a_sentence_with_its_fix() -> None:
-    trouble = refuse(replace(STUDIO, rdma="disabled"))
-    sentence = str(trouble)
-    assert sentence == f"RDMA over Thunderbolt is off: {trouble.why}. To do: {trouble.fix}"
-    assert trouble.fix.startswith("shut this Mac down, hold the power button")
-
-
-# --- afterwards -------------------------------------------------------------------------------------------
 
 FIXES = {
     "errno 22": "a /30 for each cable",
@@ -214,22 +215,45 @@ def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, fault: st
     assert any(part in message for part in helps) is ("or name the device by hand" in trouble.fix)
 
 
-@pytest.mark.parametrize("message", OF_NO_KNOWN_TROUBLE)
-def test_a_number_alone_means_nothing(message: str) -> None:
-    assert explain(f"rank 1: jaccl did not form: {message}") is None
-
-
-@pytest.mark.parametrize("message", [each.removeprefix("[jaccl] ") for each in WHILE_FORMING])
+@pytest.mark.parametrize(
+    "message",
+    [
+        *OF_NO_KNOWN_TROUBLE,  # a number alone means nothing
+        *(each.removeprefix("[jaccl] ") for each in WHILE_FORMING),
+        *("", "std::bad_cast", "[Errno 22] Invalid argument", "OSError: errno 16"),
+    ],
+)
 def test_nothing_but_jaccls_own_words_is_explained(message: str) -> None:
     assert explain(message) is None
+    assert explain(f"rank 1: jaccl did not form: {message.removeprefix('[jaccl] ')}") is None
 
 
 @pytest.mark.parametrize(
-    "message",
-    ["", "std::bad_cast", "[Errno 22] Invalid argument", "[Errno 65] No route to host", "OSError: errno 16"],
+    ("message", "what", "fix"),
+    [
+        ("mini: rank 1 was ended by signal 10 in phase proving", "", "nothing; the group starts again"),
+        (
+            "rank 1 was ended by signal 11 in phase idle",
+            "known fault of MLX",
+            "nothing; the group starts again",
+        ),
+        ("rank 1 was ended by signal 11 in phase decode", "", "each Thunderbolt cable"),
+        ("b: rank 0 did not come to round 1 of JACCL's side channel within 10 s", "", "restart that Mac"),
+        ("b: rank 0 did not form the group in time", "", "restart that Mac"),
+    ],
 )
-def test_an_errno_of_python_is_not_jaccls(message: str) -> None:
+def test_a_crash_is_explained_by_its_phase_and_a_hang_by_the_driver(
+    message: str, what: str, fix: str
+) -> None:
+    trouble = explain_crash(message)
+    assert what in trouble.what
+    assert fix in trouble.fix
     assert explain(message) is None
+
+
+@pytest.mark.parametrize("end", ["signal 11 in phase loading", "signal 9 in phase idle"])
+def test_other_ends_are_no_cables_fault(end: str) -> None:
+    assert explain_crash(f"rank 1 was ended by {end}") is None
 
 
 @pytest.mark.parametrize(
@@ -245,39 +269,3 @@ def test_a_device_that_was_named_is_not_to_be_named_again(message: str, named: s
     trouble = explain(message, named)
     assert advice in trouble.fix
     assert ("name the device by hand" in trouble.fix) == (advice == "name the device by hand")
-
-
-def test_a_matrix_that_was_named_by_hand_is_not_to_be_named_again() -> None:
-    matrix = (("", ""), ("rdma_en5", ""))
-    assert "name the device by hand" in refuse(STUDIO, matrix=matrix).fix
-    assert "correct the device that --rdma names" in refuse(STUDIO, matrix=matrix, named={"rdma_en5"}).fix
-
-
-@pytest.mark.parametrize(
-    ("message", "fix"),
-    [
-        ("rank 1 was ended by signal 11 in phase idle", "nothing; the group starts again"),
-        ("mini: rank 1 was ended by signal 10 in phase proving", "nothing; the group starts again"),
-        ("rank 1 was ended by signal 11 in phase decode", "each Thunderbolt cable"),
-    ],
-)
-def test_a_crash_is_explained_by_its_phase(message: str, fix: str) -> None:
-    trouble = explain_crash(message)
-    assert fix in trouble.fix
-    assert explain(message) is None
-
-
-@pytest.mark.parametrize(
-    "said", ["come to round 1 of JACCL's side channel within 10 s", "form the group in time"]
-)
-def test_a_hang_in_the_driver_has_a_meaning(said: str) -> None:
-    trouble = explain_crash(f"b: rank 0 did not {said}")
-    assert "restart that Mac" in trouble.fix
-
-
-def test_a_crash_after_idling_is_no_cables_fault() -> None:
-    trouble = explain_crash("rank 1 was ended by signal 11 in phase idle")
-    assert "known fault of MLX" in trouble.what
-    assert "with all cables in place" in trouble.what
-    assert explain_crash("rank 1 was ended by signal 11 in phase loading") is None
-    assert explain_crash("rank 1 was ended by signal 9 in phase idle") is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,15 +63,6 @@ def test_links_name_both_ends_and_their_devices() -> None:
     assert links_of(("b", "a"), ()) == {("a", "b", "", "")}
 
 
-def test_a_group_is_left_out_for_a_while_and_longer_each_time() -> None:
-    memory, group = FailedGroups(), meshed(0, 1)
-    assert memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
-    assert left_out(memory, RETRY_S - 1) == [group]
-    assert left_out(memory, RETRY_S) == []
-    assert memory.failed(group, Code.FORM_FAILED, MEMBERS, RETRY_S)
-    assert left_out(memory, 3 * RETRY_S - 1) == [group]
-
-
 def test_a_loss_is_forgiven_once_and_sooner() -> None:
     memory, group = FailedGroups(), meshed(0, 1)
     assert not memory.failed(group, Code.RANK_LOST, MEMBERS, 0.0, strikes=2)
@@ -87,39 +80,26 @@ def test_a_success_forgives_what_came_before() -> None:
 
 
 def test_a_missing_address_is_tried_again_soon_for_three_minutes() -> None:
-    memory = FailedGroups()
-    group = replace(
-        meshed(0, 1), reason="it did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
-    )
-    memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
-    assert left_out(memory, ADDRESS_RETRY_S) == []
-    memory.failed(group, Code.FORM_FAILED, MEMBERS, ADDRESSES_COME_S)
-    assert left_out(memory, ADDRESSES_COME_S + RETRY_S - 1) == [group]
-
-
-def test_retries_for_an_address_do_not_lengthen_the_next_wait() -> None:
-    memory, now = FailedGroups(), 0.0
+    memory, now, waits = FailedGroups(), 0.0, []
     group = replace(meshed(0, 1), reason="[jaccl] Changing queue pair to RTR failed with errno 22")
-    while now < ADDRESSES_COME_S:
-        memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
+    while now < ADDRESSES_COME_S + RETRY_S:
+        assert memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
         [(_, left_s)] = memory.left_out(MEMBERS, now)
-        assert left_s == ADDRESS_RETRY_S
+        waits.append(left_s)
         now += left_s
-    memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
-    [(_, left_s)] = memory.left_out(MEMBERS, now)
-    assert left_s == RETRY_S
+        assert left_out(memory, now) == []
+    often = math.ceil(ADDRESSES_COME_S / ADDRESS_RETRY_S)
+    assert waits == [ADDRESS_RETRY_S] * often + [RETRY_S], "as long as if it had not been tried before"
 
 
-def with_formed(count: int) -> dict[str, MemberMachine]:
-    """The same Macs after so many attempts to form over each RDMA device."""
+def with_ports(**changes: Any) -> dict[str, MemberMachine]:
+    """The same Macs, each of whose ports has other fields."""
     return {
-        node: replace(mac, machine=replace(mac.machine, ports=_counted(mac.machine.ports, count)))
+        node: replace(
+            mac, machine=replace(mac.machine, ports=tuple(replace(p, **changes) for p in mac.machine.ports))
+        )
         for node, mac in MEMBERS.items()
     }
-
-
-def _counted(ports: tuple[Port, ...], count: int) -> tuple[Port, ...]:
-    return tuple(replace(port, formations=count) for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -134,28 +114,15 @@ def _counted(ports: tuple[Port, ...], count: int) -> tuple[Port, ...]:
 def test_the_last_formations_are_not_spent_on_what_has_failed(
     reason: str, code: Code, formed: int, left_s: float
 ) -> None:
-    memory, members = FailedGroups(), with_formed(formed)
+    memory, members = FailedGroups(), with_ports(formations=formed)
     assert memory.failed(replace(meshed(0, 1), reason=reason), code, members, 0.0, strikes=2)
     assert [seconds for _, seconds in memory.left_out(members, 0.0)] == [left_s]
-    assert memory.left_out(with_formed(formed + 1), 0.0), "another attempt is no change of a Mac"
-
-
-def test_a_service_that_is_renamed_is_no_change_of_a_mac() -> None:
-    memory = FailedGroups()
-    memory.failed(meshed(0, 1), Code.FORM_FAILED, MEMBERS, 0.0)
-    named = {
-        node: replace(each, machine=replace(each.machine, ports=_named(each.machine.ports)))
-        for node, each in MEMBERS.items()
-    }
-    assert memory.left_out(named, 0.0)
-
-
-def _named(ports: tuple[Port, ...]) -> tuple[Port, ...]:
-    return tuple(replace(port, service="mlxtp 2") for port in ports)
+    for no_change in ({"formations": formed + 1}, {"formations": formed, "service": "mlxtp 2"}):
+        assert memory.left_out(with_ports(**no_change), 0.0), "it is the same Mac"
 
 
 def test_devices_of_the_links_alone_run_short() -> None:
-    few = {node: each.machine for node, each in with_formed(2).items()}
+    few = {node: each.machine for node, each in with_ports(formations=2).items()}
     assert runs_short(meshed(0, 1).links, few)
     none = {node: each.machine for node, each in MEMBERS.items()}
     assert not runs_short(meshed(0, 1).links, {**none, IDS[2]: few[IDS[2]]})
@@ -192,9 +159,6 @@ def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ig
     assert left_out(memory, 1.0, third) == [group], "that is no Mac of it"
     assert left_out(memory, 1.0, {**MEMBERS, IDS[1]: change(MEMBERS[IDS[1]])}) == []
     assert left_out(memory, 2.0) == [], "and it stays so"
-
-
-# --- groups that end while they serve -------------------------------------------------------------------
 
 
 def died(memory: FailedGroups, now: float, served_s: float, *, at_once: bool = False) -> bool:
@@ -263,20 +227,6 @@ def test_a_forward_that_was_slow_on_all_ranks_is_tried_again_soon() -> None:
     assert memory.left_out(MEMBERS, 0.0) == ((group, SOON_S),)
 
 
-def kind_of_two(*failed: FailedGroup) -> str:
-    chosen = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=failed, fast_fences=True)).chosen
-    return chosen.kind
-
-
-def test_the_next_best_plan_takes_its_place() -> None:
-    pair = meshed(0, 1)
-    assert kind_of_two() == JACCL_MESH
-    assert kind_of_two(pair) not in {JACCL_MESH, JACCL_RING}
-    placement = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=(pair,), nodes="all"))
-    assert placement.chosen.backend == "ring"
-    assert any("not JACCL: it did not form: errno 16" in note for note in placement.notes)
-
-
 def test_a_pair_that_failed_is_in_no_mesh_and_another_pair_is() -> None:
     failed = tuple(replace(meshed(0, 1), kind=kind) for kind in (JACCL_MESH, JACCL_RING))
     options = PlacementOptions(failed=failed, nodes=2, backend="jaccl")
@@ -290,4 +240,8 @@ def test_a_pair_that_failed_is_in_no_mesh_and_another_pair_is() -> None:
 def test_other_devices_are_another_group() -> None:
     (link,) = meshed(0, 1).links
     elsewhere = FailedGroup(JACCL_MESH, frozenset({(*link[:2], "rdma_en9", link[3])}), "it did not form")
-    assert kind_of_two(elsewhere) == JACCL_MESH
+    for failed, rdma in ((elsewhere, True), (meshed(0, 1), False)):
+        options = PlacementOptions(failed=(failed,), nodes="all")
+        placement = plan(MACS[:2], MODEL, IDS[0], options)
+        assert (placement.chosen.kind == JACCL_MESH) == rdma
+        assert any("not JACCL: it did not form: errno 16" in note for note in placement.notes) != rdma

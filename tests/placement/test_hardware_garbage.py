@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxtp.placement import probe_machine
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
-from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, NetworkDevice, Output, interfaces, only
+from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, Output
 from mlxtp.wire.cluster_messages import MAX_PORTS
 
 from .recorded_macs import MACS, machine, outputs, over_the_wire, recorded
@@ -126,15 +126,6 @@ def test_after_any_output_of_linux_the_machine_fits_into_its_message(sight: prob
     found = elsewhere(sight)
     assert over_the_wire(found) == found
 
-
-@settings(max_examples=30)
-@given(st.lists(DEVICES, max_size=8), LONG)
-def test_an_address_selects_at_most_one_interface(devices: list[NetworkDevice], address: str) -> None:
-    assert len(only(devices, address)) <= 1
-    assert len(interfaces(devices)) <= sum(len(each.addresses) for each in devices)
-
-
-# --- far too much -----------------------------------------------------------------------------------------
 
 MILLION = 10**6
 

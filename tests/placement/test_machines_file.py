@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def test_a_file_describes_machines_and_cables() -> None:
     assert (book.machine.gpu_cores, book.machine.free_bytes) == (32, 50 * GIB)
     assert [len(m.machine.ports) for m in (studio, other, book)] == [2, 2, 2]
     assert len({m.node_id for m in (studio, other, book)}) == 3
+    assert read_machines(json.dumps(tomllib.loads(DESK))) == read_machines(DESK)
+    assert len(read_machines(f'links = "thunderbolt5 mesh"\n{NODE}count = 5\nports = 4\n')) == 5
 
 
 @pytest.mark.parametrize(
@@ -56,10 +59,13 @@ def test_a_file_describes_machines_and_cables() -> None:
         ("ethernet 10g", "ring over Ethernet"),
         ("wifi", "ring over Wi-Fi"),
         ("Thunderbolt5 Mesh", "JACCL mesh"),
+        ("", ""),
     ],
 )
 def test_links_decide_the_fabric(links: str, expected: str) -> None:
-    assert kind(f'links = "{links}"\n{NODE}count = 2\n') == expected
+    told = f'links = "{links}"\n' * bool(links)
+    assert kind(f"{told}{NODE}count = 2\n") == expected
+    assert kind(f"{told}{NODE}count = 2\n", nodes=1) == "one node alone"
 
 
 def test_a_ring_of_three_is_a_circle() -> None:
@@ -69,34 +75,11 @@ def test_a_ring_of_three_is_a_circle() -> None:
     assert made.chosen.kind == "JACCL ring"
 
 
-def test_without_links_every_machine_is_alone() -> None:
-    assert kind(f"{NODE}count = 2\n") == ""
-    assert kind(f"{NODE}count = 2\n", nodes=1) == "one node alone"
-
-
-def test_older_cables_have_no_rdma() -> None:
-    older = read_machines(f'links = "thunderbolt4 mesh"\n{NODE}count = 2\n')
-    assert [(p.rdma, p.gbps) for m in older for p in m.machine.ports] == [("", 40)] * 2
-
-
 @pytest.mark.parametrize("lacking", ["rdma = false\n", ""])
 def test_rdma_needs_a_chip_with_thunderbolt_5(lacking: str) -> None:
     chip = "Apple M4 Pro" if lacking else "Apple M3 Max"
     text = f'links = "thunderbolt5 mesh"\n[[node]]\nchip = "{chip}"\nmemory = "64GB"\ncount = 2\n{lacking}'
     assert kind(text) == "ring over Thunderbolt"
-
-
-def test_json_says_the_same() -> None:
-    text = json.dumps(
-        {
-            "links": ["thunderbolt5 mesh", "ethernet 10g"],
-            "node": [
-                {"name": "studio", "chip": "Apple M3 Ultra", "memory": "256GB", "count": 2},
-                {"chip": "Apple M4 Max", "gpu_cores": 32, "memory": "64GB", "free": "50GB"},
-            ],
-        }
-    )
-    assert read_machines(text) == read_machines(DESK)
 
 
 def of_chip(name: str) -> str:
@@ -117,22 +100,18 @@ def of_chip(name: str) -> str:
         ('[[node]]\nmemory = "8GB"', "machine 1: chip is None"),
         (of_chip("Apple M4 Ultra"), "chip is 'Apple M4 Ultra'; the nearest known one is Apple M5 Ultra"),
         (of_chip("Apple M6 Max"), "chip is 'Apple M6 Max'; the nearest known one is Apple M5 Max; it"),
-        (of_chip("Apple M4 Prox"), "chip is 'Apple M4 Prox'; the nearest known one is Apple M4 Pro;"),
         (of_chip("M3Ultra"), "chip is 'M3Ultra'; the nearest known one is Apple M3 Ultra;"),
         (of_chip("Xeon"), "chip is 'Xeon'; it can be Apple M1, Apple M1 Pro, "),
         (NODE.replace('"Apple M4 Pro"', "4"), "chip is 4; it can be Apple M1, "),
         (NODE.replace("chip", "cpu"), "machine 1: unknown key 'cpu'"),
         (NODE.replace("48GB", "48"), "memory is '48'; it can be \"512GB\""),
-        (NODE.replace('"48GB"', "48"), "memory is 48;"),
         (NODE.replace("48GB", "0GB"), "memory is '0GB'"),
         (NODE.replace("48GB", "9" * 400 + "GB"), "memory is '999"),
         ('[[node]]\nchip = "Apple M4"', "it has no memory"),
         (NODE + 'free = "64GB"', "free is 64GB, more than the memory of 48GB"),
         (NODE + "gpu_cores = 17", "gpu_cores is 17; Apple M4 Pro has 20 or 16"),
-        (NODE + "gpu_cores = true", "gpu_cores is True"),
         (NODE + "count = 0", "count is 0; it can be a whole number up to 64"),
         (NODE + "count = 65", "count is 65"),
-        (NODE + "count = true", "count is True"),
         (NODE + "count = 40\n" + NODE + "count = 40", "80 machines are more than 64"),
         (NODE + "name = 3", "name is 3, not a text"),
         (NODE + 'name = ""', "name is ''"),
@@ -164,7 +143,3 @@ def test_a_chip_is_known_however_it_is_written(written: str) -> None:
     (node,) = read_machines(of_chip(written))
     assert node.machine.chip == "Apple M4 Pro"
     assert node.machine.gpu_cores == 20
-
-
-def test_more_ports_can_be_claimed() -> None:
-    assert len(read_machines(f'links = "thunderbolt5 mesh"\n{NODE}count = 5\nports = 4\n')) == 5

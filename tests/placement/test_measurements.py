@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT, cabled_bandwidth
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.measurements import (
     EACH_S,
     LINK_BYTES,
@@ -53,15 +53,7 @@ def test_rounds_are_bounded_and_so_is_their_time(once_s: float) -> None:
     count = rounds(once_s)
     assert 1 <= count <= MOST_ROUNDS
     assert count == 1 or count * once_s <= EACH_S * 1.001
-
-
-def test_fast_ones_are_timed_often_and_slow_ones_once() -> None:
-    assert rounds(1e-6) == MOST_ROUNDS
-    assert rounds(EACH_S / 10.5) == 10
-    assert rounds(60.0) == 1
-
-
-# --- what is kept -----------------------------------------------------------------------------------------
+    assert count == MOST_ROUNDS or (count + 1) * once_s > EACH_S, "as many as the time has room for"
 
 
 def test_the_newest_of_each_group_and_fabric_is_kept() -> None:
@@ -147,9 +139,6 @@ def test_a_foreign_text(text: str) -> None:
         from_text(text)
 
 
-# --- what follows from it ---------------------------------------------------------------------------------
-
-
 def test_the_bandwidth_is_what_more_bytes_cost_more() -> None:
     assert bandwidth(RESULT) == 3072 / 0.5
     four = replace(RESULT, nodes=(A, B, C, "d" * 32))
@@ -197,7 +186,3 @@ def test_a_link_is_called_slow_at_a_tenth_of_what_it_should_carry() -> None:
     assert slow_link(RING_THUNDERBOLT, 3e9, 4, mib_s * 1.5) == said
     assert slow_link(RING_THUNDERBOLT, 125e6, 2, mib_s)
     assert slow_link(RING_THUNDERBOLT, 124e6, 2, mib_s) == ""
-
-
-def test_what_cables_should_carry_is_known_and_networks_have_any_speed() -> None:
-    assert [cabled_bandwidth(kind) for kind in (JACCL_MESH, RING_THUNDERBOLT, RING_ETHERNET)] == [8e9, 3e9, 0]

@@ -24,18 +24,6 @@ def rdma_of(members: list[MemberMachine], **changes: Any) -> dict[str, str]:
     return dict(Topology(members, **changes).rdma(A, B) or {})
 
 
-# --- RDMA -------------------------------------------------------------------------------------------------
-
-
-def test_a_cable_between_two_macs_carries_rdma() -> None:
-    assert rdma_of(two()) == {A: "rdma_en2", B: "rdma_en2"}
-
-
-def test_a_hub_in_between_excludes_no_cable() -> None:
-    """A hub for Thunderbolt 5 carries RDMA; the doctor warns of it."""
-    assert rdma_of(two(hub=True)) == {A: "rdma_en2", B: "rdma_en2"}
-
-
 @pytest.mark.parametrize(
     ("port", "why"),
     [
@@ -43,11 +31,12 @@ def test_a_hub_in_between_excludes_no_cable() -> None:
         ({"active": False}, "a: Thunderbolt 1 (en2) is cabled, but its RDMA port rdma_en2 is not active"),
         ({"interface": "en9"}, "a: Thunderbolt 1 (en9) is cabled to another Mac but has no IPv4 address"),
         ({"peer_domain": ""}, "no cable"),
+        ({"hub": True}, ""),  # a hub for Thunderbolt 5 carries it; the doctor warns of it
     ],
 )
 def test_a_cable_without_rdma_says_why(port: dict[str, Any], why: str) -> None:
     members = two(**port)
-    assert rdma_of(members) == {}
+    assert rdma_of(members) == ({} if why else {A: "rdma_en2", B: "rdma_en2"})
     assert Topology(members).no_rdma(A, B) == why
     assert Topology(members).no_rdma(B, A) == why
 
@@ -77,20 +66,9 @@ def test_of_two_cables_both_ends_name_the_same() -> None:
     devices = rdma_of([crossed[0], swapped])
     assert devices == {A: "rdma_en2", B: "rdma_en2"}
     assert domains[devices[A]] == domains[devices[B]]
-
-
-def test_one_cable_of_two_is_enough() -> None:
-    members = cabled([mac(0), mac(1)], [(0, 1), (0, 1)])
-    ports = members[1].machine.ports
-    members[1] = changed(members[1], ports=(replace(ports[0], active=False), ports[1]))
-    assert rdma_of(members) == {A: "rdma_en3", B: "rdma_en3"}
-
-
-def test_a_cable_that_one_end_has_forgotten_is_none() -> None:
-    members = cabled([mac(0), mac(1), mac(2)], [(0, 1)])
-    port = members[1].machine.ports[0]
-    moved = changed(members[1], ports=(replace(port, peer_domain="elsewhere"),))
-    assert rdma_of([members[0], moved]) == {}
+    first, second = swapped.machine.ports
+    one_is_enough = changed(swapped, ports=(first, replace(second, active=False)))
+    assert rdma_of([crossed[0], one_is_enough]) == {A: "rdma_en3", B: "rdma_en3"}
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -111,15 +89,10 @@ def test_a_port_has_one_cable() -> None:
     topology = Topology([members[0], silent, liar])
     assert topology.rdma(A, B) is not None
     assert topology.no_rdma(B, C) == "no cable"
-
-
-def test_a_mac_cabled_to_itself_is_alone() -> None:
-    member = two()[0]
-    port = member.machine.ports[0]
-    loop = changed(
-        member, ports=(port, replace(port, receptacle=2, domain=port.peer_domain, peer_domain=port.domain))
-    )
-    assert Topology([loop, mac(1)]).rdma(A, B) is None
+    forgotten = changed(members[1], ports=(replace(port, peer_domain="elsewhere"),))
+    assert rdma_of([members[0], forgotten]) == {}
+    to_itself = replace(port, receptacle=2, domain=port.peer_domain, peer_domain=port.domain)
+    assert rdma_of([changed(mac(0), ports=(port, to_itself)), mac(1)]) == {}
 
 
 def test_devices_given_by_hand_count_most() -> None:
@@ -130,18 +103,9 @@ def test_devices_given_by_hand_count_most() -> None:
     assert rdma_of(bare, overrides={A: {B: "x"}, B: {A: "y"}, C: {A: "z"}}) == {A: "x", B: "y"}
 
 
-# --- networks ---------------------------------------------------------------------------------------------
-
-
 def addresses(members: list[MemberMachine], network: str) -> dict[str, str]:
     links = Topology(members).links(network, A, B)
     return dict(links[0].addresses) if links else {}
-
-
-def test_a_cable_is_a_network_of_its_own() -> None:
-    members = cabled([mac(0), mac(1), mac(2)], [(0, 1), (1, 2)])
-    assert addresses(members, THUNDERBOLT) == {A: "10.0.0.1", B: "10.0.0.2"}
-    assert Topology(members).links(THUNDERBOLT, A, C) == []
 
 
 def test_ethernet_and_wifi_are_told_apart() -> None:
@@ -154,21 +118,21 @@ def test_ethernet_and_wifi_are_told_apart() -> None:
     assert addresses(wireless, THUNDERBOLT) == {}
 
 
-def test_other_networks_do_not_meet() -> None:
-    assert addresses([linux(0, "10.1.0.1"), linux(1, "10.2.0.1")], ETHERNET) == {}
-    apart = [add(mac(0), [ethernet("10.1.0.1", 24)]), add(mac(1), [ethernet("10.1.0.2", 16)])]
-    assert addresses(apart, ETHERNET) == {}
-
-
-def test_a_network_that_is_down_is_none() -> None:
-    members = on_lan([mac(0), mac(1)])
-    down = replace(members[0].machine.interfaces[0], up=False)
-    assert addresses([changed(members[0], interfaces=(down,)), members[1]], ETHERNET) == {}
-
-
-def test_equal_addresses_are_not_one_network() -> None:
-    """Every Linux machine has the same address on the bridge of its containers."""
-    assert addresses([linux(0, "172.17.0.1"), linux(1, "172.17.0.1")], ETHERNET) == {}
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (ethernet("10.1.0.1"), ethernet("10.2.0.1")),
+        (ethernet("10.1.0.1", 24), ethernet("10.1.0.2", 16)),
+        (replace(ethernet("10.1.0.1"), up=False), ethernet("10.1.0.2")),
+        (ethernet("172.17.0.1"), ethernet("172.17.0.1")),  # of the bridge of their containers
+        *((ethernet(none), ethernet(none)) for none in ("", "::1", "300.1.1.1", "nonsense", "10.0.0")),
+    ],
+)
+def test_what_is_no_network_in_common(one: Interface, other: Interface) -> None:
+    assert addresses([add(mac(0), [one]), add(mac(1), [other])], ETHERNET) == {}
+    common = (ethernet("10.3.0.1", mbps=1000), ethernet("10.3.0.2"))
+    [link] = Topology([add(mac(0), [one, common[0]]), add(mac(1), [other, common[1]])]).links(ETHERNET, A, B)
+    assert (link.addresses, link.mbps) == ({A: "10.3.0.1", B: "10.3.0.2"}, 1000), "of the slower end"
 
 
 def test_link_local_addresses_count_where_a_control_link_came_through() -> None:
@@ -219,6 +183,8 @@ def test_a_thunderbolt_network_follows_the_cable() -> None:
         )
         for i, m in enumerate(members)
     ]
+    assert addresses(members, THUNDERBOLT) == {A: "10.0.0.1", B: "10.0.0.2"}
+    assert Topology(members).links(THUNDERBOLT, A, C) == []
     topology = Topology(flat)
     assert topology.links(THUNDERBOLT, A, C) == []
     [link] = topology.links(THUNDERBOLT, B, C)
@@ -254,18 +220,6 @@ def test_loopback_joins_nodes_of_one_machine_only() -> None:
     other = [same[0], add(same[1], [ethernet("10.1.0.1")])]
     assert addresses(other, LOOPBACK) == {}
     assert not Topology(other).is_one_machine
-
-
-@pytest.mark.parametrize("address", ["", "::1", "300.1.1.1", "nonsense", "10.0.0"])
-def test_what_is_no_address_is_ignored(address: str) -> None:
-    members = [linux(0, address, "10.1.0.1"), linux(1, address, "10.1.0.2")]
-    assert addresses(members, ETHERNET) == {A: "10.1.0.1", B: "10.1.0.2"}
-
-
-def test_the_slower_end_says_how_fast_a_link_is() -> None:
-    members = [add(mac(0), [ethernet("10.1.0.1", mbps=1000)]), add(mac(1), [ethernet("10.1.0.2")])]
-    [link] = Topology(members).links(ETHERNET, A, B)
-    assert link.mbps == 1000
 
 
 def test_each_network_has_one_fastest_link() -> None:

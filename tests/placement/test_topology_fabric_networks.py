@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.errors import ConfigError
 from mlxtp.placement.candidates import Candidate, exposed
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_LOOPBACK, RING_THUNDERBOLT, RING_WIFI
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
@@ -43,6 +42,12 @@ def for_two(members: list[MemberMachine], **of_both: str) -> list[MemberMachine]
 
 def tcp_cable() -> list[MemberMachine]:
     return cabled(macs(), [(0, 1)], rdma="")
+
+
+def astray(*places: int) -> list[MemberMachine]:
+    """A cable, and Macs whose packets may leave by Wi-Fi with the same addresses."""
+    cable, both = tcp_cable(), wifi(tcp_cable(), "10.0.0", 30)
+    return [both[i] if i in places else cable[i] for i in range(2)]
 
 
 def bridged(*, cable: bool) -> list[MemberMachine]:
@@ -83,11 +88,9 @@ DESKS: dict[str, tuple[Callable[[], list[MemberMachine]], str, str]] = {
     "a network for two over a bridge": (lambda: for_two(macs(), kind="other"), "any", RING_ETHERNET),
     "Wi-Fi": (lambda: wifi(macs()), "any", RING_WIFI),
     "Wi-Fi for two": (lambda: wifi(macs(), prefix=30), "any", RING_WIFI),
-    "Wi-Fi with the addresses of the cable": (
-        lambda: wifi(tcp_cable(), "10.0.0", 30),
-        "any",
-        RING_THUNDERBOLT,
-    ),
+    "Wi-Fi with the addresses of the cable": (lambda: astray(0, 1), "any", RING_THUNDERBOLT),
+    "such Wi-Fi of the first alone": (lambda: astray(0), "any", RING_THUNDERBOLT),
+    "such Wi-Fi of the second alone": (lambda: astray(1), "any", RING_THUNDERBOLT),
     "Wi-Fi with the addresses of Ethernet for two": (
         lambda: wifi(for_two(macs()), "10.9.0", 30),
         "any",
@@ -145,21 +148,6 @@ def test_one_mac_serves_alone_where_the_link_to_another_is_excluded(
     assert made.notes == ()
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_one_mac_whose_packets_may_go_astray_is_enough(place: int) -> None:
-    members = tcp_cable()
-    members[place] = wifi(members, "10.0.0", 30)[place]
-    assert planned(members, "private").chosen is None
-
-
-def test_the_macs_on_cables_serve_without_the_one_on_ethernet() -> None:
-    made = planned(on_lan(cabled(macs(3), [(0, 1)])), "private", "all")
-    assert set(chosen(made).ranks) == {A, B}
-    why = "--fabric-networks private excludes 3 links: shared Ethernet a – b, shared Ethernet a – c, shared "
-    of_three = [one for one in made.alternatives if one.nodes == 3 and one.kind == RING_ETHERNET]
-    assert [one.reason for one in of_three] == [f"{why}Ethernet b – c"]
-
-
 def test_a_circle_crosses_private_networks_only() -> None:
     """A pipeline, too: the third Mac has a cable to the first, and only Wi-Fi to the second."""
     links = [add(m, i.machine.interfaces) for m, i in zip(for_two(macs(3)), wifi(macs(3)), strict=True)]
@@ -209,8 +197,3 @@ def test_a_group_is_exposed_as_its_kind_and_its_links_are() -> None:
     assert exposed(RING_ETHERNET, (A, C), Topology(private, admitted="private")) == ""
     assert "Wi-Fi" in exposed(RING_WIFI, (A, B), Topology([]))
     assert exposed(JACCL_MESH, (A, B), Topology([])) == ""
-
-
-def test_another_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="fabric_networks is 'wifi'; it can be thunderbolt, private, any"):
-        PlacementOptions(fabric_networks="wifi")

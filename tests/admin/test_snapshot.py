@@ -119,18 +119,15 @@ ALONE = replace(NOW, cluster=replace(CLUSTER, alone=True, members=(HERE,), links
 FOLLOWER = replace(NOW, agent=replace(AGENT, pongs=None, pids={}))
 
 
-def test_drafts_of_a_group_are_those_that_its_rank_0_counted() -> None:
+def test_status_and_page_have_the_drafts_that_rank_0_counted_and_the_use_of_caches() -> None:
     for found in (snapshot.status(NOW), snapshot.page(NOW, 30.0)):
-        assert found["drafts"] == [
-            {
-                "group": "tiny#0",
-                "drafted": {"lookup": 10, "mtp": 0, "draft": 30},
-                "accepted": {"lookup": 8, "mtp": 0, "draft": 12},
-                "width": 2.2,
-                "gain": 1.26,
-                "note": NO_HEAD,
-            }
-        ]
+        drafted, accepted = (
+            {"lookup": lookup, "mtp": 0, "draft": draft} for lookup, draft in ((10, 30), (8, 12))
+        )
+        counts = {"drafted": drafted, "accepted": accepted, "width": 2.2, "gain": 1.26}
+        assert found["drafts"] == [{"group": "tiny#0", **counts, "note": NO_HEAD}]
+        [use] = found["caches"]
+        assert (use["group"], use["fetched_tokens"], use["disk_bytes"]) == ("tiny#0", 64_000, 6 * 10**9)
     assert drafts_of("tiny#0", replace(DRAFTED, stats=replace(DRAFT_STATS, mtp=True)), "mtp")["note"] == ""
     assert drafts_of("tiny#0", DRAFTED, "auto")["note"] == ""
 
@@ -160,12 +157,6 @@ def test_the_use_of_caches_is_summed_over_ranks_and_disks(nodes: tuple[str, ...]
     }  # fmt: skip
 
 
-def test_status_and_page_have_the_use_of_caches() -> None:
-    for found in (snapshot.status(NOW), snapshot.page(NOW, 30.0)):
-        [use] = found["caches"]
-        assert (use["group"], use["fetched_tokens"], use["disk_bytes"]) == ("tiny#0", 64_000, 6 * 10**9)
-
-
 def test_metrics_have_each_deployment_and_group() -> None:
     found = samples(AGENT)
     first, second = ({"deployment": "tiny", "group": f"tiny#{index}"} for index in (0, 1))
@@ -180,6 +171,19 @@ def test_metrics_have_each_deployment_and_group() -> None:
     assert found["mlxtp_group_kv_cache_room_tokens"] == [(first, 800)]
     states = [labels for labels, value in found["mlxtp_group_state"] if value]
     assert states == [first | {"state": "ready"}, second | {"state": "idle"}]
+    others = (OpenRequests("second", 0, 4, 0), OpenRequests("", 0, 0, 0))
+    found = samples(replace(AGENT, requests=(*AGENT.requests, *others)))
+    for name, counts in (("vllm:num_requests_running", (2, 0)), ("vllm:num_requests_waiting", (1, 4))):
+        models = ({"model_name": model} for model in ("tiny", "second"))
+        assert found[name] == list(zip(models, counts, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "room", "used"), [(50, 200, [0.25]), (900, 200, [1.0]), (50, 0, [])])
+def test_the_use_of_the_kv_caches_is_a_fraction_of_their_room(
+    tokens: int, room: int, used: list[float]
+) -> None:
+    now = replace(AGENT, requests=(OpenRequests("tiny", 2, 1, tokens),), kv_room=room)
+    assert samples(now)["vllm:kv_cache_usage_perc"] == [({"model_name": "tiny"}, part) for part in used]
 
 
 def test_every_rendering_has_the_same_state_epoch_model_and_requests() -> None:
@@ -196,10 +200,8 @@ def test_every_rendering_has_the_same_state_epoch_model_and_requests() -> None:
 
 def test_status_names_ranks_members_and_the_fabric_of_a_group_that_serves() -> None:
     status = snapshot.status(NOW)
-    assert [(each["rank"], each["pid"], each["phase"]) for each in status["ranks"]] == [
-        (0, 4711, "decode"),
-        (1, None, "idle"),
-    ]
+    ranks = [(each["rank"], each["pid"], each["phase"]) for each in status["ranks"]]
+    assert ranks == [(0, 4711, "decode"), (1, None, "idle")]
     assert (status["coordinator"], status["term"]) == ("studio", 5)
     rows = {each["name"]: each for each in status["members"]}
     assert (rows["mini"]["rank"], rows["mini"]["admitted_by_name"], rows["mini"]["chip"]) == (1, "studio", "")
@@ -228,12 +230,8 @@ def test_status_and_page_have_each_deployment_with_its_groups_and_each_member_wi
     assert (waiting["owner"], waiting["members"], waiting["tokens_per_second"]) == (None, [], None)
     assert [each["works_for"] for each in told["members"]] == [["tiny#0"], ["tiny#0"]]
     assert [each["works_for"] for each in shown["nodes"]] == [["tiny#0"], ["tiny#0"]]
-    assert snapshot.status(ALONE)["deployments"] != []
-
-
-def test_an_agent_alone_has_no_cluster_in_any_rendering() -> None:
-    assert "members" not in snapshot.status(ALONE)
-    page = snapshot.page(ALONE, None)
+    alone_, page = snapshot.status(ALONE), snapshot.page(ALONE, None)
+    assert (alone_["deployments"] != [], "members" in alone_) == (True, False)
     assert (page["cluster"], page["coordinator"]) == (None, None)
     assert [each["name"] for each in page["nodes"]] == ["studio"]
 
@@ -241,21 +239,19 @@ def test_an_agent_alone_has_no_cluster_in_any_rendering() -> None:
 def test_the_page_has_figures_of_ranks_and_links_and_none_for_unknown_facts() -> None:
     page = snapshot.page(NOW, 12.5)
     Console(file=io.StringIO()).print(picture(page, 0.0))
-    assert page["group"] == {
-        "world_size": 2,
-        "backend": "ring",
-        "kind": GROUP.kind,
-        "split": [],
-        "pairs": [(0, 1)],
-        "fabric": {"collective_us": 1000, "by": "bench", "at": 5},
-    }
+    group = {"world_size": 2, "backend": "ring", "kind": GROUP.kind, "split": [], "pairs": [(0, 1)]}
+    assert page["group"] == {**group, "fabric": {"collective_us": 1000, "by": "bench", "at": 5}}
     assert [(each["node"], each["memory_bytes"]) for each in page["ranks"]] == [(A, 10 << 20), (B, 10 << 20)]
     assert page["tokens_per_second"] == {"value": 12.5, "of": "group"}
-    assert page["links"] == [
-        {"a": A, "b": B, "trip_us": 310, "network": "ethernet", "rdma": False, "mbps": None}
-    ]
+    link = {"a": A, "b": B, "trip_us": 310, "network": "ethernet", "rdma": False, "mbps": None}
+    assert page["links"] == [link]
     [here, mini] = page["nodes"]
     assert (here["address"], mini["chip"], mini["memory_bytes"], mini["notes"]) == (None, None, None, [])
+    page, counted = snapshot.page(FOLLOWER, 3.0), samples(FOLLOWER.agent)  # without rank 0
+    assert [each["phase"] for each in page["ranks"]] == [None, None]
+    assert page["tokens_per_second"] == {"value": 3.0, "of": "here"}
+    assert (counted["mlxtp_ranks_alive"], counted["mlxtp_rank_step_seconds"]) == ([], [])
+    assert samples(AGENT)["mlxtp_ranks_alive"] == [({}, 2)]
 
 
 @pytest.mark.parametrize(
@@ -271,38 +267,10 @@ def test_the_speed_of_a_fabric_is_the_best_known(changed: dict[str, Any], fabric
     assert snapshot.page(replace(NOW, **changed), None)["group"]["fabric"] == fabric
 
 
-def test_an_agent_without_rank_0_has_no_figures_of_ranks() -> None:
-    page = snapshot.page(FOLLOWER, 3.0)
-    assert [each["phase"] for each in page["ranks"]] == [None, None]
-    assert page["tokens_per_second"] == {"value": 3.0, "of": "here"}
-    counted = samples(FOLLOWER.agent)
-    assert (counted["mlxtp_ranks_alive"], counted["mlxtp_rank_step_seconds"]) == ([], [])
-    assert samples(AGENT)["mlxtp_ranks_alive"] == [({}, 2)]
-
-
-def test_the_use_of_the_kv_caches_is_a_fraction_of_their_room() -> None:
-    of_model = {"model_name": "tiny"}
-    assert samples(AGENT)["vllm:kv_cache_usage_perc"] == [(of_model, 0.25)]
-    full = replace(AGENT, requests=(OpenRequests("tiny", 2, 1, 900),))
-    assert samples(full)["vllm:kv_cache_usage_perc"] == [(of_model, 1.0)]
-    assert samples(replace(AGENT, kv_room=0))["vllm:kv_cache_usage_perc"] == []
-
-
-def test_open_requests_are_those_of_each_deployment() -> None:
-    second = OpenRequests("second", 0, 4, 0)
-    found = samples(replace(AGENT, requests=(*AGENT.requests, second, OpenRequests("", 0, 0, 0))))
-    for name, counts in (("vllm:num_requests_running", (2, 0)), ("vllm:num_requests_waiting", (1, 4))):
-        models = ({"model_name": model} for model in ("tiny", "second"))
-        assert found[name] == list(zip(models, counts, strict=True))
-
-
 def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members() -> None:
     facts = checkup.agent_facts(NOW)
-    assert (facts.problem_of_cluster, facts.waiting, facts.left_out) == (
-        "a copied home",
-        "too few members",
-        ("JACCL is left out",),
-    )
+    assert (facts.problem_of_cluster, facts.waiting) == ("a copied home", "too few members")
+    assert facts.left_out == ("JACCL is left out",)
     assert facts.fabric == f"{GROUP.kind} on studio + mini"
     assert (facts.has_rank, facts.left_wired) == (True, "2 GB stay wired")
     port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True, formations=2)

@@ -53,6 +53,9 @@ def test_each_setting_and_where_it_was_set(tmp_path: Path) -> None:
     assert told_as_json["settings"]["ranks"] == {"value": 2, "origin": "MLXTP_RANKS"}
     assert told_as_json["settings"]["limits.queue"] == {"value": 2.5, "origin": "config.toml, line 6"}
     assert told_as_json["agent"] is None
+    for words in (("--origin",), ("--json",)):
+        printed = mlxtp(tmp_path, "config", "show", *words, MLXTP_JOIN="SECRET-1").output
+        assert ("SECRET-1" in printed, "MLXTP_JOIN" in printed) == (False, True)
 
 
 def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
@@ -63,13 +66,6 @@ def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
     (tmp_path / "copy" / "config.toml").write_text(printed)
     again = resolve_settings({"home": tmp_path / "copy"}, {})
     assert shown(again) == shown(resolve_settings({"home": tmp_path}, {"MLXTP_CONTROL": "10.0.0.1:7"}))
-
-
-def test_a_join_token_is_not_shown(tmp_path: Path) -> None:
-    for words in (("--origin",), ("--json",)):
-        printed = mlxtp(tmp_path, "config", "show", *words, MLXTP_JOIN="SECRET-1").output
-        assert "SECRET-1" not in printed
-        assert "MLXTP_JOIN" in printed
 
 
 def test_what_a_running_agent_was_started_with(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,32 +79,18 @@ def test_what_a_running_agent_was_started_with(agent: Agent, monkeypatch: pytest
     assert bits == "#   kv_bits = 8   (MLXTP_KV_BITS)"
     answer: dict[str, Any] = json.loads(mlxtp(agent.home, "config", "show", "--json").output)
     assert answer["agent"]["ranks"] == {"value": 1, "origin": "default"}
+    (agent.home / "config.toml").write_text("rank = 1")
+    assert mlxtp(agent.home, "token").output == "TOKEN-1\n", "a typo there stops no question to the agent"
 
 
 def test_the_path_of_the_file_also_of_one_that_is_wrong(tmp_path: Path) -> None:
-    assert json.loads(mlxtp(tmp_path, "config", "path", "--json").output) == {
-        "path": str(tmp_path / "config.toml"),
-        "exists": False,
-    }
+    warned = mlxtp(tmp_path / "home", "config", "path", "--json", MLXTP_MODLE="x")
+    assert json.loads(warned.stdout) == {"path": str(tmp_path / "home" / "config.toml"), "exists": False}
+    assert warned.stderr == "mlxtp: MLXTP_MODLE is unknown; did you mean MLXTP_MODEL?\n"
+    mlxtp(tmp_path / "home", "config", "show", "--origin")
+    assert not (tmp_path / "home").exists(), "nothing is written"
     (tmp_path / "config.toml").write_text("rank = 1")
     assert mlxtp(tmp_path, "config", "path").output == f"{tmp_path / 'config.toml'}\n"
     wrong = mlxtp(tmp_path, "config", "show")
     assert wrong.exit_code == 1
     assert "did you mean ranks?" in wrong.stderr
-
-
-def test_a_typo_in_the_file_stops_no_question_to_the_agent(agent: Agent) -> None:
-    (agent.home / "config.toml").write_text("rank = 1")
-    assert mlxtp(agent.home, "token").output == "TOKEN-1\n"
-
-
-def test_nothing_is_written(tmp_path: Path) -> None:
-    for words in (("show", "--origin"), ("path",)):
-        mlxtp(tmp_path / "home", "config", *words)
-    assert not (tmp_path / "home").exists()
-
-
-def test_a_variable_that_means_nothing_is_a_warning(tmp_path: Path) -> None:
-    said = mlxtp(tmp_path, "config", "path", MLXTP_MODLE="x")
-    assert said.exit_code == 0
-    assert said.stderr == "mlxtp: MLXTP_MODLE is unknown; did you mean MLXTP_MODEL?\n"

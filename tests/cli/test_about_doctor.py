@@ -55,14 +55,10 @@ def test_without_an_agent_the_command_looks_itself_and_says_so(tmp_path: Path) -
     assert "serving" not in found
     assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
     assert " System          " in type_in(tmp_path).stdout
-
-
-def test_a_wrong_setting_is_refused_as_everywhere(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("rank = 1")
-    result = type_in(tmp_path, "--json")
-    assert result.exit_code == 1
-    error = json.loads(result.stdout)["error"]
-    assert error["code"] == Code.CONFIG
+    refused = type_in(tmp_path, "--json")
+    error = json.loads(refused.stdout)["error"]
+    assert (refused.exit_code, error["code"]) == (1, Code.CONFIG)
     assert "line 1: unknown key 'rank'; did you mean ranks?" in error["message"]
 
 
@@ -81,7 +77,11 @@ def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("MLXTP_HTTP", address)
         result = type_in(tmp_path, "--json")
-    assert result.exit_code == 1
+        with _own_home(tmp_path):  # an agent that does not answer
+            held = type_in(tmp_path, "--json")
+    assert (result.exit_code, held.exit_code) == (1, 1)
+    assert "did not answer" in rows(held)["agent"]["findings"][0]["what"]
+    assert "ports" not in rows(held)
     found = rows(result)
     assert f"endpoint {address} is not available" in found["ports"]["findings"][0]["what"]
     assert "chmod 700" in found["identity"]["findings"][0]["what"]
@@ -104,17 +104,6 @@ def test_a_demo_at_the_port_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
     found = rows(result)["ports"]
     assert (result.exit_code, found["level"]) == (0, "info")
     assert f"endpoint {address} is used by another mlxtp, a demo" in found["findings"][0]["what"]
-
-
-def test_a_home_that_an_agent_holds_without_answering_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with _own_home(tmp_path), socket.create_server(("127.0.0.1", 0)) as its:
-        monkeypatch.setenv("MLXTP_HTTP", f"127.0.0.1:{its.getsockname()[1]}")
-        result = type_in(tmp_path, "--json")
-    assert result.exit_code == 1
-    assert "did not answer" in rows(result)["agent"]["findings"][0]["what"]
-    assert "ports" not in rows(result)
 
 
 def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
@@ -155,9 +144,6 @@ def test_a_report_fits_a_terminal_and_leaves_commands_whole() -> None:
     assert [line for line in lines if len(line) > 80] == [f"  to do: sudo {'x' * 90}"]
     assert "  why: it matters" in lines
     assert lines[-1] == "1 warning; mlxtp runs none of these commands itself"
-
-
-def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
     text = "\n".join(line.plain for line in show(report("error"), 80, plain=True))
-    assert text.isascii()
+    assert text.isascii(), "for a terminal without Unicode"
     assert text.startswith("x Bad")

@@ -67,7 +67,10 @@ def refusal(*args: str | Path) -> str:
 
 def test_the_newest_failure_of_one_machine(tmp_path: Path) -> None:
     keep(tmp_path, replace(HOST, epoch=6), [rank(0, OURS), rank(1, OURS)])
-    keep(tmp_path, HOST, [rank(0, OURS), rank(1, THEIRS, status=-9)])
+    stood = 'Fatal\n  File "kv.py", line 1 in [view]\n'
+    ours = rank(0, OURS)
+    ends = [replace(ours, memory=ours.memory + stood.encode()), rank(1, THEIRS, status=-9)]
+    keep(tmp_path, HOST, ends)
     text = shown("--home", tmp_path)
     first, cause, difference, *rest = text.splitlines()
     assert first.startswith("epoch 7 failed at 2")
@@ -81,6 +84,11 @@ def test_the_newest_failure_of_one_machine(tmp_path: Path) -> None:
     assert [int(line.split()[0]) for line in steps] == list(range(8, 20)), "those around the difference"
     assert "epoch 6" not in text
     assert "there is no file here" not in text
+    assert f"rank 0 stood at\n{stood}" in text
+    [found] = json.loads(shown("--home", tmp_path, "--json"))["failures"]
+    assert (found["epoch"], found["cause"]["kind"], found["cause"]["rank"]) == (7, "killed from outside", 1)
+    assert (found["difference"]["seq"], found["difference"]["what"]) == (14, "digest")
+    assert [len(each["steps"]) for each in found["ranks"]] == [31, 31]
 
 
 def test_without_a_difference_the_last_steps_are_shown(tmp_path: Path) -> None:
@@ -111,12 +119,8 @@ def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
     for folder in (there, here):  # the epoch.json of the host stays
         shutil.copytree(folder, together, dirs_exist_ok=True)
     assert "likely cause: desync" in shown(together)
-
-
-def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:
-    one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
-    another = keep(tmp_path / "b", HOSTED, [rank(1, THEIRS, key=b"another")])
-    assert shown(one, another).count("epoch 7 failed") == 2
+    another = keep(tmp_path / "c", HOSTED, [rank(1, THEIRS, key=b"another")])
+    assert shown(here, another).count("epoch 7 failed") == 2, "epochs of one number are not mixed"
 
 
 def test_a_rank_that_was_never_told_the_key_belongs_to_its_epoch(tmp_path: Path) -> None:
@@ -128,30 +132,6 @@ def test_a_rank_that_was_never_told_the_key_belongs_to_its_epoch(tmp_path: Path)
         assert "never started" in text
 
 
-def test_all_of_it_as_json(tmp_path: Path) -> None:
-    keep(tmp_path, HOST, [rank(0, OURS), rank(1, THEIRS)])
-    [found] = json.loads(shown("--home", tmp_path, "--json"))["failures"]
-    assert (found["epoch"], found["cause"]["kind"], found["cause"]["rank"]) == (7, "desync", 1)
-    assert (found["difference"]["seq"], found["difference"]["what"]) == (14, "digest")
-    assert [len(each["steps"]) for each in found["ranks"]] == [31, 31]
-
-
-def test_where_a_rank_stood_is_shown(tmp_path: Path) -> None:
-    end = rank(0, OURS, status=-11)
-    keep(tmp_path, HOST, [replace(end, memory=end.memory + b'Fatal\n  File "kv.py", line 1 in [view]\n')])
-    text = shown("--home", tmp_path)
-    assert "likely cause: crash" in text
-    assert 'rank 0 stood at\nFatal\n  File "kv.py", line 1 in [view]\n' in text
-
-
-def test_no_failure_is_kept(tmp_path: Path) -> None:
-    assert f"no failure is kept in {tmp_path / FOLDER}" in refusal("--postmortem", "--home", tmp_path)
-
-
-def test_folders_are_for_failures(tmp_path: Path) -> None:
-    assert "mlxtp doctor --postmortem FOLDER" in refusal("--home", tmp_path, tmp_path)
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"kind": "rank", "epoch": 7, "epoch_id": "x"}', "\xff", '{"epoch": "x"}']
 )
@@ -160,8 +140,8 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, text: str) 
     path.write_bytes(text.encode("latin-1"))
     assert str(path) in refusal("--postmortem", tmp_path)
     assert str(path) in refusal("--postmortem", path)
-
-
-def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
-    assert "has no files of a failure" in refusal("--postmortem", tmp_path)
     assert "has no files of a failure" in refusal("--postmortem", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no files of a failure" in refusal("--postmortem", tmp_path / "empty")
+    assert f"no failure is kept in {tmp_path / FOLDER}" in refusal("--postmortem", "--home", tmp_path)
+    assert "mlxtp doctor --postmortem FOLDER" in refusal("--home", tmp_path, tmp_path)

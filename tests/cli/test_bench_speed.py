@@ -22,12 +22,9 @@ pytestmark = pytest.mark.slow
 ONE = BenchAnswer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
 
 
-def test_a_prompt_is_read_until_the_first_token_and_what_was_cached_is_not_read() -> None:
-    assert read(ONE) == BenchRow("read", 400, 1, 0.5, 800.0)
-    assert read(replace(ONE, cached=100)).rate == 600.0
-
-
 def test_one_answer_counts_from_its_first_token_several_from_when_they_were_asked_for() -> None:
+    assert read(ONE) == BenchRow("read", 400, 1, 0.5, 800.0)
+    assert read(replace(ONE, cached=100)).rate == 600.0, "what was cached is not read"
     assert wrote([ONE]) == BenchRow("write", 400, 101, 0.5, 50.0, 20)
     late = replace(ONE, asked_at=10.0, first_at=11.5, ended_at=14.0)
     both = wrote([ONE, late])
@@ -83,12 +80,6 @@ def test_the_group_of_a_named_model_is_measured() -> None:
     assert (shown["epochs"], shown["world_size"], shown["macs"], shown["replicas"]) == ([1], 1, {"c"}, 1)
 
 
-def test_a_model_that_is_not_served_is_refused_with_the_reason(one_rank: Cluster) -> None:
-    with pytest.raises(UserError, match=r"org/big is not served: it is not deployed\. Ready models: tiny"):
-        find_served(one_rank.home, "", "org/big")
-    assert find_served(one_rank.home, "", "tiny").model == "tiny"
-
-
 def test_a_short_name_means_what_it_stands_for_unless_a_deployment_has_it() -> None:
     llama = "mlx-community/Llama-3.2-3B-Instruct-4bit"
     deployed = [{"name": llama, "model": llama}, {"name": "qwen3:8b", "model": "/models/qwen3:8b"}]
@@ -100,6 +91,9 @@ def test_a_short_name_means_what_it_stands_for_unless_a_deployment_has_it() -> N
 def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(
     one_rank: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(UserError, match=r"org/big is not served: it is not deployed\. Ready models: tiny"):
+        find_served(one_rank.home, "", "org/big")
+    assert find_served(one_rank.home, "", "tiny").model == "tiny"
     monkeypatch.setattr(bench, "WRITE_TOKENS", 12)
     agent, said = AgentClient(one_rank.home), list[str]()
     found = measure(find_served(one_rank.home, ""), agent, said.append)

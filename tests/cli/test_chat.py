@@ -21,7 +21,7 @@ from mlxtp.client import FILE, EndpointAnswer, Piece
 from mlxtp.errors import UserError
 
 from ..live_cluster import WAIT_S, Cluster, until
-from ..pseudo_terminal import CTRL_C, CTRL_D, UP, terminal
+from ..pseudo_terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,6 @@ ORACLE = "FALCON-MERCURY-7749"
 
 def mlxtp(home: Path, *words: str, typed: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *words, "--home", str(home)], input=typed)
-
-
-# --- with a real agent ------------------------------------------------------------------------------------
 
 
 def test_a_pipe_gets_the_answer_and_nothing_else(one_rank: Cluster) -> None:
@@ -46,41 +43,9 @@ def test_a_pipe_gets_the_answer_and_nothing_else(one_rank: Cluster) -> None:
     assert told["ttft_s"] > 0
     cut = json.loads(mlxtp(one_rank.home, f"Repeat exactly: {ORACLE}", "--max-tokens", "2", "--json").stdout)
     assert (cut["finish_reason"], cut["tokens"]) == ("length", 2)
-
-
-def test_a_conversation_in_a_terminal(one_rank: Cluster, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.md"
-    with terminal("chat", "--home", str(one_rank.home)) as screen:
-        assert "tiny" in screen.see(">>> ")
-        screen.type(f"Repeat exactly: {ORACLE}\n")
-        shown = screen.see("first token after")
-        assert f"\n{ORACLE}\n" in shown
-        assert " tokens, " in shown
-        screen.see(">>> ")
-        screen.type("/sav x\n")
-        screen.see("/sav is not known; /help lists the commands.")
-        screen.see(">>> ")
-        screen.type(f"/save {saved}\n")
-        screen.see("written to")
-        screen.see(">>> ")
-        screen.type(f"/save {saved}\n")
-        screen.see("File exists; give another name")
-        screen.see(">>> ")
-        screen.type(f"/clear\n{UP}{UP}{UP}{UP}{UP}\n")  # which is what was asked first
-        assert f"\n{ORACLE}\n" in screen.see("first token after")
-        screen.see(">>> ")
-        screen.type("/quit\n")
-        assert screen.end() == 0
-    assert saved.read_text() == f"## User\n\nRepeat exactly: {ORACLE}\n\n## Assistant\n\n{ORACLE}\n\n"
-
-
-def test_who_has_nothing_to_say_is_told_how_to(one_rank: Cluster) -> None:
-    said = mlxtp(one_rank.home, typed=" \n")
-    assert said.exit_code == 1
-    assert said.stderr.startswith("mlxtp: the prompt is empty; type one, such as `mlxtp chat ")
-
-
-def test_what_the_endpoint_refuses_keeps_its_code(one_rank: Cluster) -> None:
+    nothing = mlxtp(one_rank.home, typed=" \n")
+    assert nothing.exit_code == 1
+    assert nothing.stderr.startswith("mlxtp: the prompt is empty; type one, such as `mlxtp chat ")
     refused = mlxtp(one_rank.home, "hello", "--model", "org/none", "--json")
     assert refused.exit_code == 1
     assert json.loads(refused.stdout)["error"]["code"] == "model_not_found"
@@ -93,7 +58,22 @@ def test_without_an_agent_it_says_how_to_start_one(tmp_path: Path) -> None:
         assert screen.end() == 1
 
 
-# --- with one that is slow, or fails ----------------------------------------------------------------------
+def test_a_conversation_in_a_terminal(one_rank: Cluster, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.md"
+    with terminal("chat", "--home", str(one_rank.home)) as screen:
+        assert "tiny" in screen.see(">>> ")
+        shown = say(screen, f"Repeat exactly: {ORACLE}", "first token after")
+        assert f"\n{ORACLE}\n" in shown
+        assert " tokens, " in shown
+        say(screen, "/sav x", "/sav is not known; /help lists the commands.")
+        say(screen, f"/save {saved}", "written to")
+        say(screen, f"/save {saved}", "File exists; give another name")
+        say(screen, "/save ~nosuch/x.md", "this machine has no user ~nosuch")
+        again = f"/clear\n{UP}{UP}{UP}{UP}{UP}{UP}"  # which is what was asked first
+        assert f"\n{ORACLE}\n" in say(screen, again, "first token after")
+        ends(screen)
+    assert saved.read_text() == f"## User\n\nRepeat exactly: {ORACLE}\n\n## Assistant\n\n{ORACLE}\n\n"
+
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
 STATUS = HEAD % b"application/json" + b'{"model": "slow", "state": "ready"}'
@@ -111,6 +91,18 @@ def _request(sock: socket.socket) -> bytes:
             break
         got += part
     return got
+
+
+def say(screen: Terminal, line: str, *shown: str) -> str:
+    """Type a line, see what comes of it and then the prompt; return the last of it."""
+    screen.type(f"{line}\n")
+    seen = "".join([screen.see(each) for each in shown])
+    return seen + screen.see(">>> ")
+
+
+def ends(screen: Terminal, how: str = "/quit\n") -> None:
+    screen.type(how)
+    assert screen.end() == 0
 
 
 class Slow:
@@ -172,8 +164,7 @@ def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
         screen.see("It is")
         screen.type(CTRL_C)
         screen.see(">>> ")
-        screen.type(CTRL_C)
-        assert screen.end() == 0
+        ends(screen, CTRL_C)
     assert "It is **because" in agent.asked[1].decode()  # what was said before it was stopped
 
 
@@ -223,40 +214,20 @@ def test_ctrl_c_before_a_line_has_to_be_meant(tmp_path: Path) -> None:
         screen.type(CTRL_C)
         screen.see("Ctrl-C again, or Ctrl-D, leaves")
         screen.see(">>> ")
-        screen.type("/clear\n")
-        screen.see("forgotten")
-        screen.see(">>> ")
+        say(screen, "/clear", "forgotten")
         screen.type(CTRL_C)
         screen.see("Ctrl-C again, or Ctrl-D, leaves")
         screen.see(">>> ")
-        screen.type(CTRL_D)
-        assert screen.end() == 0
+        ends(screen, CTRL_D)
 
 
 def test_an_answer_that_breaks_off_is_said_and_does_not_end_the_conversation(tmp_path: Path) -> None:
     thinks = said("let me see", "reasoning_content")
     with slow(tmp_path, thinks, said("half")), terminal("chat", "--home", str(tmp_path)) as screen:
         screen.see(">>> ")
-        screen.type("hello\n")
-        screen.see("let me see")
-        screen.see("half")
-        screen.see("the answer broke off")
-        screen.see(">>> ")
-        screen.type("go on\n")
-        screen.see("the answer broke off")
-        screen.see(">>> ")
-        screen.type("/quit\n")
-        assert screen.end() == 0
-
-
-def test_a_terminal_that_can_only_write_gets_the_text(tmp_path: Path) -> None:
-    with slow(tmp_path, said("**so**")), terminal("chat", "--home", str(tmp_path), TERM="dumb") as screen:
-        screen.see(">>> ")
-        screen.type("hello\n")
-        screen.see("**so**")
-        screen.see(">>> ")
-        screen.type(CTRL_D)
-        assert screen.end() == 0
+        say(screen, "hello", "let me see", "half", "the answer broke off")
+        say(screen, "go on", "the answer broke off")
+        ends(screen)
 
 
 EVIL = "fine\n\n\x1b]0;owned\x07\x1b[2J\x9b31m`a\x1b[5m`"
@@ -267,10 +238,9 @@ def test_a_model_does_not_steer_the_terminal(tmp_path: Path, kind: str) -> None:
     told = said("half \x1b]0;owned\x07 [/b]", "reasoning_content"), said(EVIL), b"data: [DONE]\n\n"
     with slow(tmp_path, *told), terminal("chat", "--home", str(tmp_path), TERM=kind) as screen:
         screen.see(">>> ")
-        screen.type("hello\n")
-        seen = screen.see("fine") + screen.see(">>> ")
-        screen.type("/quit\n")
-        assert screen.end() == 0
+        seen = say(screen, "hello", "fine")
+        ends(screen)
+    assert kind != "dumb" or "`a" in seen, "a terminal that can only write gets the text"
     assert not [each for each in ("\x1b]0;", "\x07", "\x1b[2J", "\x9b", "\x1b[5m") if each in seen]
 
 
@@ -299,9 +269,6 @@ def test_what_is_no_answer(tmp_path: Path, part: bytes, code: str, words: str) -
     assert words in error["message"]
 
 
-# --- pieces -----------------------------------------------------------------------------------------------
-
-
 def test_the_speed_of_an_answer() -> None:
     answer = EndpointAnswer(10.0)
     for at, piece in (
@@ -324,13 +291,3 @@ def test_a_conversation_is_saved_as_it_would_be_asked(tmp_path: Path) -> None:
     assert [each["role"] for each in saved["messages"]] == ["system", "user", "assistant"]
     with pytest.raises(UserError, match="No such file or directory; give another name"):
         talk.save(tmp_path / "none" / "talk.md")
-
-
-def test_a_file_that_cannot_be_ends_no_conversation(tmp_path: Path) -> None:
-    with slow(tmp_path), terminal("chat", "--home", str(tmp_path)) as screen:
-        screen.see(">>> ")
-        screen.type("/save ~nosuch/x.md\n")
-        screen.see("this machine has no user ~nosuch")
-        screen.see(">>> ")
-        screen.type("/quit\n")
-        assert screen.end() == 0

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -30,21 +32,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 
-def test_who_serves_says_where_other_commands_find_it(tmp_path: Path) -> None:
-    shown = io.StringIO()
-    settings = Settings(tmp_path / "a home", "127.0.0.1", 0, 2, "tiny")
-    demo.DemoView(demo.DemoConsole(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
-    assert f"mlxtp status \\\n    --home '{tmp_path}/a home'" in shown.getvalue()
-
-
-def test_a_checkout_names_the_command_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["/usr/bin/mlxtp"], "\n  mlxtp status \\\n"), (["{}/.venv/bin/mlxtp"], "\n  .venv/bin/mlxtp status")],
+)
+def test_who_serves_says_where_other_commands_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    """A checkout names the command by its path."""
     shown = io.StringIO()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin")
-    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv" / "bin" / "mlxtp"), "demo"])
-    settings = Settings(tmp_path, "127.0.0.1", 0, 2, "tiny")
+    monkeypatch.setattr("sys.argv", [each.format(tmp_path) for each in arguments])
+    settings = Settings(tmp_path / "a home", "127.0.0.1", 0, 2, "tiny")
     demo.DemoView(demo.DemoConsole(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
-    assert "\n  .venv/bin/mlxtp status" in shown.getvalue()
+    assert said in shown.getvalue()
+    assert f"--home '{tmp_path}/a home'" in shown.getvalue()
 
 
 def test_what_is_to_be_pasted_breaks_nowhere_at_80_columns(tmp_path: Path, one_rank: Cluster) -> None:
@@ -107,19 +110,9 @@ def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> Non
     assert_silent_at_ctrl_c(demo_)
 
 
-def test_an_endpoint_that_is_gone() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(GroupError, match=r"the answer broke off: .*refused") as broken:
-        demo.ask(url, "hello", lambda _: None)
-    assert broken.value.code is Code.LINK_LOST
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"", b"nonsense\r\n\r\n", HEAD + b"\r\n", HEAD + b'Content-Length: 99\r\n\r\ndata: {"choices": []}\n'],
-)
-def test_an_answer_that_breaks_off(answer: bytes) -> None:
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """An endpoint that says this once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve_once() -> None:
@@ -130,9 +123,20 @@ def test_an_answer_that_breaks_off(answer: bytes) -> None:
 
         thread = threading.Thread(target=serve_once)
         thread.start()
-        with pytest.raises(GroupError, match="the answer broke off"):
-            demo.ask(f"http://127.0.0.1:{server.getsockname()[1]}", "hello", lambda _: None)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
         thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"nonsense\r\n\r\n", HEAD + b"\r\n", HEAD + b'Content-Length: 99\r\n\r\ndata: {"choices": []}\n'],
+)
+def test_an_answer_that_breaks_off(answer: bytes) -> None:
+    with answering(answer) as url, pytest.raises(GroupError, match="the answer broke off"):
+        demo.ask(url, "hello", lambda _: None)
+    with pytest.raises(GroupError, match=r"the answer broke off: .*refused") as broken:
+        demo.ask(url, "hello", lambda _: None)  # the endpoint is gone by now
+    assert broken.value.code is Code.LINK_LOST
 
 
 def test_the_reader_of_the_output_may_leave() -> None:
@@ -142,19 +146,8 @@ def test_the_reader_of_the_output_may_leave() -> None:
     def leave(_: str) -> None:
         raise BrokenPipeError
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve_once() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.recv(65536)
-                sock.sendall(HEAD + b"\r\n" + chunk)
-
-        thread = threading.Thread(target=serve_once)
-        thread.start()
-        with pytest.raises(BrokenPipeError):
-            demo.ask(f"http://127.0.0.1:{server.getsockname()[1]}", "hello", leave)
-        thread.join(WAIT_S)
+    with answering(HEAD + b"\r\n" + chunk) as url, pytest.raises(BrokenPipeError):
+        demo.ask(url, "hello", leave)
 
 
 COMPILER = """#!/bin/sh

@@ -69,9 +69,6 @@ def agent(home: Path, tls: Tls | None = None, *, announce: str | None = None) ->
         loop.close()
 
 
-# --- keys -------------------------------------------------------------------------------------------------
-
-
 def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) -> None:
     made = mlxtp(tmp_path / "home", "key", "create", "laptop")
     assert made.exit_code == 0, made.output
@@ -110,10 +107,8 @@ def test_keys_as_json(tmp_path: Path) -> None:
         None,
         "interactive",
     ]
-    assert json.loads(mlxtp(tmp_path, "key", "revoke", "phone", "--json").stdout) == {
-        "revoked": "phone",
-        "left": 1,
-    }
+    revoked = json.loads(mlxtp(tmp_path, "key", "revoke", "phone", "--json").stdout)
+    assert revoked == {"revoked": "phone", "left": 1}
 
 
 def test_keys_as_a_table(tmp_path: Path) -> None:
@@ -160,7 +155,8 @@ def test_without_an_agent_the_use_is_what_the_last_one_kept(tmp_path: Path) -> N
 
 def test_who_made_and_revoked_keys_is_recorded_and_no_key(tmp_path: Path) -> None:
     key = mlxtp(tmp_path, "key", "create", "laptop", "--tokens-per-day", "5000").stdout.strip()
-    mlxtp(tmp_path, "key", "revoke", "laptop")
+    KeyFile(tmp_path).create("phone", 0, 1.0)
+    assert mlxtp(tmp_path, "key", "revoke", "laptop").stdout == "the key of laptop is revoked\n"
     text = (tmp_path / AUDIT_LOG).read_text()
     made, revoked = map(json.loads, text.splitlines())
     assert (made["event"], made["name"], made["tokens_per_day"]) == ("key_created", "laptop", 5000)
@@ -168,16 +164,9 @@ def test_who_made_and_revoked_keys_is_recorded_and_no_key(tmp_path: Path) -> Non
     assert made["by"] == revoked["by"] == f"user {pwd.getpwuid(os.getuid()).pw_name}"
     assert key.removeprefix("mlxtp_") not in text
     assert (tmp_path / AUDIT_LOG).stat().st_mode & 0o777 == 0o600
-
-
-def test_what_revoking_means_is_said(tmp_path: Path) -> None:
-    file = KeyFile(tmp_path)
-    for name in ("laptop", "phone"):
-        file.create(name, 0, 1.0)
-    assert mlxtp(tmp_path, "key", "revoke", "laptop").stdout == "the key of laptop is revoked\n"
     last = mlxtp(tmp_path, "key", "revoke", "phone").stdout
     assert "that was the last one: programs on this Mac need no key now" in last
-    assert file.load() == ()
+    assert KeyFile(tmp_path).load() == ()
 
 
 @pytest.mark.parametrize(
@@ -203,47 +192,38 @@ def test_a_mistake_is_said_and_changes_nothing(tmp_path: Path, command: str, sta
     before = file.load()
     assert refusal(tmp_path, "key", *command.split(), status=status).startswith(f"mlxtp: {words}")
     assert file.load() == before
-
-
-def test_a_damaged_file_is_said_by_each_command(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{}")
-    (tmp_path / FILE).chmod(0o600)
-    for args in (["create", "x"], ["list"], ["revoke", "x"]):
-        assert f"{tmp_path / FILE} is damaged" in refusal(tmp_path, "key", *args)
+    assert f"{tmp_path / FILE} is damaged" in refusal(tmp_path, "key", command.split(maxsplit=1)[0], "x")
     as_json = mlxtp(tmp_path, "key", "list", "--json")
     assert json.loads(as_json.stdout)["error"]["code"] == "config_invalid"
     assert (tmp_path / FILE).read_text() == "{}"
 
 
-# --- agents that speak HTTPS ------------------------------------------------------------------------------
-
-
 def test_commands_find_an_agent_by_https(tmp_path: Path) -> None:
+    """They know the certificate itself; what clients on other machines think of it is another matter."""
     with agent(tmp_path, own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())) as asked:
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model on 2 Macs")
         assert mlxtp(tmp_path, "unload").stdout == "org/model unloaded; no model is deployed\n"
     assert asked.asked == [("status",), ("unload", "", "")]
-
-
-def test_also_one_with_a_certificate_for_another_name_that_expired(tmp_path: Path) -> None:
-    """They know the certificate itself; what clients on other machines think of it is another matter."""
-    long_ago = datetime.now(UTC) - timedelta(days=1000)
-    (tmp_path / "both.pem").write_bytes(make(("ai.example.com",), (), long_ago))
-    (tmp_path / "both.pem").chmod(0o600)
-    both = str(tmp_path / "both.pem")
-    with agent(tmp_path, tls_of_files(both, both, here_and_now())):
+    expired = make(("ai.example.com",), (), datetime.now(UTC) - timedelta(days=1000))
+    with agent(tmp_path, tls_with(tmp_path, expired)):
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model")
+
+
+def tls_with(folder: Path, pem: bytes) -> Tls:
+    """A certificate and its key in one file."""
+    path = folder / "both.pem"
+    path.write_bytes(pem)
+    path.chmod(0o600)
+    return tls_of_files(str(path), str(path), here_and_now())
 
 
 def test_no_other_program_that_answers_there_gets_the_key(tmp_path: Path) -> None:
     """Not even with a certificate that says just the same."""
     now = here_and_now()
     mine, others = (make(("localhost",), ("127.0.0.1",), now) for _ in range(2))
-    (tmp_path / "others.pem").write_bytes(others)
-    (tmp_path / "others.pem").chmod(0o600)
-    theirs = tls_of_files(str(tmp_path / "others.pem"), str(tmp_path / "others.pem"), now)
     certificate = x509.load_pem_x509_certificate(mine).public_bytes(Encoding.PEM).decode()
-    with agent(tmp_path, theirs, announce=certificate) as asked:
+    with agent(tmp_path, tls_with(tmp_path, others), announce=certificate) as asked:
         said = refusal(tmp_path, "status")
         assert "does not answer at https://127.0.0.1" in said
         assert "its certificate is not this agent's" in said

@@ -37,6 +37,17 @@ from ..placement.made_up_macs import all_pairs, cabled, changed, mac, on_lan
 from ..placement.made_up_models import LLAMA
 from ..placement.test_planner_properties import LOOP
 
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "desk.toml"
+
+
+def table(page: str, name: str) -> list[str]:
+    """The rows of a table that a page has from plans."""
+    (found,) = re.findall(
+        rf"<!-- {name} -->(.*?)<!-- end of {name} -->", (ROOT / page).read_text(), re.DOTALL
+    )
+    return str(found).strip().splitlines()[2:]
+
 
 def desk(size: int, **changes: Any) -> list[MemberMachine]:
     return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
@@ -63,36 +74,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# --- models -----------------------------------------------------------------------------------------------
-
-
-def test_an_index_says_what_weights_take_before_they_are_there(folder: Path) -> None:
+def test_a_model_has_a_name_and_the_weight_of_its_index_or_files(folder: Path) -> None:
     assert plan.read_shape(folder).weight_bytes == 4_000_000_000
     assert plan.read_shape(folder).name == folder.name
-
-
-def test_without_an_index_the_files_count(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "model-1.safetensors").write_bytes(b"x" * 500)
-    (folder / "model-2.safetensors").write_bytes(b"x" * 700)
-    (folder / "draft.safetensors").write_bytes(b"x" * 900)
-    assert plan.read_shape(folder).weight_bytes == 1200
-
-
-def test_a_configuration_alone_is_enough(folder: Path) -> None:
     assert plan.read_shape(folder / "config.json").weight_bytes == pytest.approx(16.06e9, rel=0.01)
-
-
-def test_models_have_names() -> None:
-    assert plan.read_shape(folder_of("gpt-oss-120b")).name == "gpt-oss-120b"
+    (folder / "model.safetensors.index.json").unlink()
+    for name, size in (("model-1", 500), ("model-2", 700), ("draft", 900)):
+        (folder / f"{name}.safetensors").write_bytes(b"x" * size)
+    assert plan.read_shape(folder).weight_bytes == 1200
     assert plan.read_shape(folder_of("gpt-oss-120b"), "o/gpt").name == "o/gpt"
     assert plan.read_shape("tiny").weight_bytes < 5_000_000
-
-
-@pytest.mark.parametrize("name", ["llama", "/nowhere", "owner/model"])
-def test_an_unknown_model_is_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=f"{name} is neither a model folder, nor"):
-        plan.read_shape(name)
+    for name in ("llama", "/nowhere", "owner/model"):
+        with pytest.raises(ModelError, match=f"{name} is neither a model folder, nor"):
+            plan.read_shape(name)
 
 
 @pytest.mark.parametrize(
@@ -104,17 +98,6 @@ def test_a_broken_configuration_is_refused(folder: Path, text: str, says: str) -
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=says):
         plan.read_shape(folder)
-
-
-def test_a_nodes_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"desk\.toml cannot be read"):
-        plan.read_machines_file(tmp_path / "desk.toml")
-    (tmp_path / "desk.toml").write_text("links = 3")
-    with pytest.raises(ConfigError, match=r"desk\.toml: it has no machines"):
-        plan.read_machines_file(tmp_path / "desk.toml")
-
-
-# --- the table --------------------------------------------------------------------------------------------
 
 
 def test_every_alternative_has_a_row_with_its_numbers() -> None:
@@ -140,17 +123,16 @@ def test_on_a_narrow_terminal_reasons_stand_below() -> None:
     ]  # fmt: skip
     assert "- tensor parallel of 3: 3 Macs cannot share this model, 2 can: 64 attention" in text
     assert "why" not in text.splitlines()[2]
-
-
-def test_on_a_narrow_terminal_a_long_way_takes_two_lines() -> None:
-    members = [changed(mac(i), ports=(), interfaces=(LOOP,)) for i in range(2)]
-    text = printed("tiny", members, width=80)
-    assert "ring within one machine" in text
-    assert "possible" in text
-    assert "…" not in text
+    alone = [changed(mac(i), ports=(), interfaces=(LOOP,)) for i in range(2)]
+    long_way = printed("tiny", alone, width=80)
+    assert "ring within one machine" in long_way
+    assert "…" not in long_way
 
 
 def test_where_nothing_works_the_reason_stands_there() -> None:
+    made = as_object("llama-3.3-70b-8bit", desk(1))
+    assert made["chosen"] is None
+    assert made["reason"].startswith("alone: rank 0 (a) has")
     text = printed("llama-3.3-70b-8bit", desk(1))
     assert text.count("rank 0 (a) has 68.7 GB for 83.4 GB") == 1
     assert "These Macs cannot serve it." in text
@@ -173,16 +155,11 @@ def test_a_refusal_is_said_once(width: int, nodes: int | str) -> None:
         assert [text.count(reason) for reason in reasons] == [1] * len(reasons)
 
 
-def test_notes_are_printed() -> None:
-    members = [mac(0, memory=128), mac(1, memory=128)]
-    text = printed("llama-3.3-70b-8bit", on_lan(members), options=PlacementOptions(nodes=2))
-    assert "Note: the ring over Ethernet, not JACCL: 1 of 1 links by cables with RDMA are missing" in text
-
-
 def test_a_plan_says_where_tensors_cross_a_network_of_others_or_why_they_do_not() -> None:
     members = on_lan([mac(0, memory=128), mac(1, memory=128)])
     text = printed("llama-3.3-70b-8bit", members, options=PlacementOptions(nodes="all"))
     assert "Note: tensors cross shared Ethernet in the clear: other machines on it can compute" in text
+    assert "Note: the ring over Ethernet, not JACCL: 1 of 1 links by cables with RDMA are missing" in text
     strict = PlacementOptions(nodes="all", fabric_networks="private")
     text = " ".join(printed("llama-3.3-70b-8bit", members, width=80, options=strict).split())
     why = "--fabric-networks private excludes 1 link: shared Ethernet a – b"
@@ -202,7 +179,7 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
 
 def test_words_say_once_why_a_mesh_wins_or_one_mac() -> None:
     """Of a model that one Mac writes a little faster, and a mesh reads twice as fast."""
-    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    members = list(plan.read_machines_file(EXAMPLE))
     chat = printed("llama-3.3-70b-4bit", members, width=80)
     words = " ".join(chat.split())
     assert (
@@ -219,17 +196,12 @@ def test_words_say_once_why_a_mesh_wins_or_one_mac() -> None:
         assert len(line) <= 80
 
 
-# --- what docs/placement.md shows -------------------------------------------------------------------------
-
-DOC = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
-
-
 def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
-    (sample,) = re.findall(r"```toml\n(.*?)```", DOC, re.DOTALL)
-    example = Path(__file__).parents[2] / "examples" / "desk.toml"
-    assert example.read_text() == sample
-    members = list(plan.read_machines_file(example))
-    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    page = (ROOT / "docs" / "placement.md").read_text()
+    (sample,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert EXAMPLE.read_text() == sample
+    members = list(plan.read_machines_file(EXAMPLE))
+    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", page, re.DOTALL)
     assert command == "mlxtp plan llama-3.3-70b-8bit --machines examples/desk.toml"
     real = printed("llama-3.3-70b-8bit", members, width=129)
     said = " ".join(real.split())
@@ -241,10 +213,7 @@ def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
     ]
 
 
-# --- the embedded model -----------------------------------------------------------------------------------
-
-
-def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
+def test_the_embedded_model_is_planned_as_a_cluster_would_place_it(folder: Path) -> None:
     """On as many as can, though one alone is faster."""
     tcp = on_lan([mac(i) for i in range(2)])
     text = printed("tiny", tcp)
@@ -257,13 +226,12 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
     assert "1 node was requested, this has 2" in one
     assert "Note: the embedded" not in one
     assert "Note: the embedded" not in printed("tiny", tcp[:1])
-
-
-def test_a_pipeline_of_the_embedded_model_takes_as_many_macs_as_answer_soonest() -> None:
-    text = printed("tiny", on_lan([mac(i) for i in range(3)]), options=PlacementOptions(parallel="pipeline"))
+    pipeline = PlacementOptions(parallel="pipeline")
+    text = printed("tiny", on_lan([mac(i) for i in range(3)]), options=pipeline)
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert "chosen" in rows["pipeline of 2, ring over Ethernet"]
+    assert "chosen" in rows["pipeline of 2, ring over Ethernet"], "as many as answer soonest"
     assert "Note: the embedded" not in text
+    assert "slower than a alone" in printed(folder, tcp)
 
 
 @pytest.mark.parametrize("model", ["tiny", "org/model"])
@@ -273,15 +241,6 @@ def test_a_plan_and_a_cluster_take_the_same_choice(tmp_path: Path, model: str, n
     served = placement_options(settings, Deployment("m", nodes=str(nodes)), model)
     planned = plan.as_served(model, PlacementOptions(nodes=nodes))
     assert (planned.nodes, planned.parallel) == (served.nodes, served.parallel)
-
-
-def test_other_models_are_planned_for_speed(folder: Path) -> None:
-    text = printed(folder, on_lan([mac(i) for i in range(2)]))
-    assert "slower than a alone" in text
-    assert "Note: the embedded" not in text
-
-
-# --- JSON -------------------------------------------------------------------------------------------------
 
 
 def test_json_has_everything() -> None:
@@ -326,28 +285,18 @@ def test_a_plan_counts_a_head_that_ranks_would_load(
     assert plan.read_shape(folder).mtp_kv_bytes, "what is not here yet is taken for whole"
 
 
-def test_json_of_a_refusal_has_no_choice() -> None:
-    made = as_object("llama-3.3-70b-8bit", desk(1))
-    assert made["chosen"] is None
-    assert made["reason"].startswith("alone: rank 0 (a) has")
-
-
 def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(tmp_path: Path) -> None:
-    words = [
-        "plan",
-        str(folder_of("qwen3-235b-a22b-8bit")),
-        "--machines",
-        str(Path(__file__).parents[2] / "examples" / "desk.toml"),
-    ]
+    words = ["plan", str(folder_of("qwen3-235b-a22b-8bit")), "--machines", str(EXAMPLE)]
     lines = CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout.splitlines()
     assert max(map(len, lines)) > 80
     assert lines[-1].startswith(("Note:", "These Macs")) or " ms a token: " in lines[-1]
     missing = CliRunner().invoke(app, [*words[:-1], "/nonexistent.toml"]).stderr
     assert missing.count("/nonexistent.toml") == 1
     assert "No such file or directory. It is a TOML file of Macs" in missing
+    (tmp_path / "desk.toml").write_text("links = 3")
+    with pytest.raises(ConfigError, match=r"desk\.toml: it has no machines"):
+        plan.read_machines_file(tmp_path / "desk.toml")
 
-
-# --- what docs/engine.md and benchmarks/RESULTS.md show ---------------------------------------------------
 
 COMPARED = (
     "qwen3-235b-a22b-8bit", "llama-3.3-70b-bf16", "llama-3.3-70b-8bit", "llama-3.3-70b-4bit",
@@ -357,7 +306,7 @@ COMPARED = (
 
 def compared(model: str) -> str:
     """A row of the table: what two large Macs would do with a model."""
-    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    members = list(plan.read_machines_file(EXAMPLE))
     made, fast = (
         as_object(model, members, options=PlacementOptions(fast_fences=fences)) for fences in (False, True)
     )
@@ -379,14 +328,12 @@ def compared(model: str) -> str:
 
 def test_the_comparison_is_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*map(compared, COMPARED))"
-    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
-    (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
-    assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]
+    assert table("docs/engine.md", "plans") == [compared(model) for model in COMPARED]
 
 
 def timed(model: str) -> str:
     """A row of the table of requests: their seconds on one Mac and on a mesh of two."""
-    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    members = list(plan.read_machines_file(EXAMPLE))
     made = as_object(model, members)
     alone, mesh = (
         next(each["speed"] for each in made["alternatives"] if each["kind"] == kind and not each["split"])
@@ -406,9 +353,7 @@ def timed(model: str) -> str:
 
 def test_the_times_of_requests_are_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*map(timed, COMPARED[1:]))"
-    page = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text()
-    (table,) = re.findall(r"<!-- requests -->(.*?)<!-- end of requests -->", page, re.DOTALL)
-    assert table.strip().splitlines()[2:] == [timed(model) for model in COMPARED[1:]]
+    assert table("benchmarks/RESULTS.md", "requests") == [timed(model) for model in COMPARED[1:]]
 
 
 TWO = '[[node]]\nchip = "M3 Ultra"\nmemory = "256GB"\ncount = 2'
@@ -417,7 +362,7 @@ DESKS = {
     "two M3 Ultra 256, Thunderbolt 5": f'links = "thunderbolt5 mesh"\n{TWO}',
     "the same, Ethernet 1 Gb/s": f'links = "ethernet 1g"\n{TWO}',
     "M3 Ultra 512 + M4 Max 128, Thunderbolt 5": f'links = "thunderbolt5 mesh"\n{UNLIKE}',
-    "three of examples/three.toml": (Path(__file__).parents[2] / "examples" / "three.toml").read_text(),
+    "three of examples/three.toml": (ROOT / "examples" / "three.toml").read_text(),
 }
 OF_EACH_KIND = ("llama-3.3-70b-8bit", "qwen3-235b-a22b-8bit", "gpt-oss-120b")
 
@@ -450,9 +395,7 @@ def kinds(desk: str, model: str) -> str:
 
 def test_the_table_of_kinds_is_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*table_of_kinds(), sep='\n')"
-    page = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text()
-    (table,) = re.findall(r"<!-- kinds -->(.*?)<!-- end of kinds -->", page, re.DOTALL)
-    assert table.strip().splitlines()[2:] == table_of_kinds()
+    assert table("benchmarks/RESULTS.md", "kinds") == table_of_kinds()
 
 
 def table_of_kinds() -> list[str]:
@@ -460,17 +403,14 @@ def table_of_kinds() -> list[str]:
 
 
 def test_three_unlike_macs_are_planned_as_the_page_says() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "two-macs.md").read_text()
+    page = (ROOT / "docs" / "two-macs.md").read_text()
     ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", page, re.DOTALL)
     _, _, model, _, file = command.split()
-    members = list(plan.read_machines_file(Path(__file__).parents[2] / file))
+    members = list(plan.read_machines_file(ROOT / file))
     assert model == "mlx-community/Llama-4-Maverick-17B-128E-Instruct-6bit"
     said = " ".join(printed("llama-4-maverick-6bit", members, width=129, name=model).split())
     for line in shown.splitlines():
         assert " ".join(line.removesuffix("…").split()) in said
-
-
-# --- the file of mlx.launch -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "backend"), [(2, "jaccl"), (2, "ring"), (3, "ring")])
@@ -498,21 +438,21 @@ def test_mlx_launch_reads_the_file_of_all_macs(tmp_path: Path, size: int, backen
         assert [host.ips[0] for host in read.hosts] == list(one.ring_addresses)
 
 
-def test_one_mac_has_no_file_for_mlx_launch() -> None:
-    with pytest.raises(UserError, match="cannot work together"):
-        plan.over_all(desk(1), "", PlacementOptions())
-
-
-def test_macs_without_a_cable_have_no_file_for_jaccl_and_the_reason_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"links by cables with RDMA are missing: a – b \(no cable\)"
-    ) as raised:
-        plan.over_all(on_lan([mac(0), mac(1)]), "", PlacementOptions(backend="jaccl"))
-    assert "alone" not in raised.value.detail
-
-
-def test_the_file_for_mlx_launch_has_no_network_that_the_setting_excludes() -> None:
-    with pytest.raises(UserError, match="--fabric-networks private excludes 1 link: shared Ethernet a – b"):
-        plan.over_all(
-            on_lan([mac(0), mac(1)]), "", PlacementOptions(backend="ring", fabric_networks="private")
-        )
+@pytest.mark.parametrize(
+    ("size", "options", "why"),
+    [
+        (1, PlacementOptions(), "cannot work together"),
+        (2, PlacementOptions(backend="jaccl"), r"with RDMA are missing: a – b \(no cable\)"),
+        (
+            2,
+            PlacementOptions(backend="ring", fabric_networks="private"),
+            "--fabric-networks private excludes 1 link: shared Ethernet a – b",
+        ),
+    ],
+)
+def test_macs_that_cannot_work_together_have_no_file_and_the_reason_is_named(
+    size: int, options: PlacementOptions, why: str
+) -> None:
+    with pytest.raises(UserError, match=why) as raised:
+        plan.over_all(on_lan([mac(i) for i in range(size)]), "", options)
+    assert size == 1 or "alone" not in raised.value.detail

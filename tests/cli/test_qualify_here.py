@@ -10,6 +10,7 @@ from mlxtp.placement.probe_machine import mac
 from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 
 from ..placement.recorded_macs import ULTRA, outputs, recorded, sections
+from .test_cluster import RESULT
 
 POWER = """*** Sampled system activity (Sat Nov 28 10:00:00 2026 +0100) (1004.21ms elapsed) ***
 
@@ -22,7 +23,7 @@ Combined Power (CPU + GPU + ANE): 20300 mW
 """
 
 
-def test_a_probe_counts_and_times_the_kernels_of_this_machine() -> None:
+def test_a_probe_counts_and_times_the_kernels_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = qualify_here.probe_kernels()
     assert "large" not in qualify_here.kernel_summary(found, 0.0)
     words = qualify_here.kernel_summary(found, found["step_s"] / 1.05)
@@ -30,9 +31,6 @@ def test_a_probe_counts_and_times_the_kernels_of_this_machine() -> None:
     assert min(found[name] for name in found if name.endswith("_s")) > 0
     assert words.startswith(f"{found['launches']} kernels a step, {found['mlx_lm_launches']} in mlx-lm; ")
     assert words.endswith("large command buffers: +5% steps a second")
-
-
-def test_a_probe_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qualify_here, "embedded_model_path", lambda: "/nowhere")
     with pytest.raises(UserError, match=r"kernels failed: .*nowhere"):
         qualify_here.probe_kernels()
@@ -59,6 +57,7 @@ def test_outputs_become_a_recording_that_tells_the_same_and_no_id() -> None:
         (port.receptacle, port.rdma, port.active, bool(port.peer_domain)) for port in expected.ports
     ]
     assert read.interfaces == expected.interfaces
+    assert qualify_here.recording("linux") == ""
 
 
 def test_ids_are_replaced_alike_wherever_they_stand() -> None:
@@ -69,25 +68,17 @@ def test_ids_are_replaced_alike_wherever_they_stand() -> None:
     assert qualify_here.anonymous('"switch_uid_key" : "0x05AC7A6C4D2E1F00"').endswith('0000000000000001"')
 
 
-def test_other_machines_have_no_recording() -> None:
-    assert qualify_here.recording("linux") == ""
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"), [("JACCL mesh", 8e9), ("ring over Thunderbolt", 3e9), ("ring over Ethernet", 0.0)]
 )
 def test_cables_are_expected_to_carry_as_much_as_plans_count_with(kind: str, expected: float) -> None:
-    answer = {
-        **{
-            "nodes": ["ab" * 8, "cd" * 8],
-            "backend": "ring",
-            "kind": kind,
-            "fast_fences": False,
-            "metal": True,
-        },
-        **{"at": 1, "collective_s": 1e-4, "sizes": [1 << 10, 1 << 24], "sums_s": [1e-4, 1e-2]},
-        **{"gathers_s": [1e-4, 1e-2], "names": ["a", "b"]},
+    two = {
+        "sizes": [1 << 10, 1 << 24],
+        "sums_s": [1e-4, 1e-2],
+        "gathers_s": [1e-4, 1e-2],
+        "names": ["a", "b"],
     }
+    answer = {**RESULT, **two, "backend": "ring", "kind": kind}
     carried, most = qualify_here.carried(answer)
     assert carried == pytest.approx((2**24 - 2**10) / 0.0099)
     assert most == expected

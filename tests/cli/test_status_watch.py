@@ -36,12 +36,8 @@ RANK = {
 }  # fmt: skip
 UNHEARD = dict.fromkeys(("phase", "memory_bytes", "step_us", "stage_busy_us", "stage_waiting_us"))
 ENDED = {
-    "group": "org/model#0",
-    "epoch": 6,
-    "began": 0.0,
-    "lasted_s": 3700.0,
-    "code": "rank_lost",
-    "reason": "rank 1 [x] fell silent",
+    **{"group": "org/model#0", "epoch": 6, "began": 0.0, "lasted_s": 3700.0},
+    **{"code": "rank_lost", "reason": "rank 1 [x] fell silent"},
 }
 MOMENT: dict[str, Any] = {
     "state": "ready", "ready": True, "reason": None, "problem": None, "waiting": None, "epoch": 7,
@@ -87,12 +83,8 @@ def test_the_picture_of_a_moment() -> None:
     assert second.split() == ["mini", "suspect", "1"]
     assert problem == "mini: half of it is missing"
     assert before == "epoch 6 ended after 1 h 1 min: rank 1 [x] fell silent"
-
-
-def test_a_stage_is_shown_with_the_part_of_the_time_in_which_it_computes() -> None:
     ranks = [{**RANK, "stage_busy_us": 600, "stage_waiting_us": 200}, MOMENT["ranks"][1]]
-    lines = drawn({**MOMENT, "ranks": ranks})
-    assert any("busy 75%" in line for line in lines)
+    assert any("busy 75%" in line for line in drawn({**MOMENT, "ranks": ranks}))
 
 
 def test_the_picture_of_a_cluster_without_a_group() -> None:
@@ -113,11 +105,8 @@ def test_the_picture_of_a_cluster_without_a_group() -> None:
         "org/next: idle, replicas: 0 of 1",
         "  no Mac has it",
     ]
-    assert drawn(None, {"message": "nobody is there"}) == [
-        "nobody is there",
-        "waiting for it; Ctrl-C ends this",
-        "",
-    ]
+    away = drawn(None, {"message": "nobody is there"})
+    assert away == ["nobody is there", "waiting for it; Ctrl-C ends this", ""]
 
 
 def test_a_model_that_comes_stands_once_with_the_mac_that_it_comes_to() -> None:
@@ -125,10 +114,10 @@ def test_a_model_that_comes_stands_once_with_the_mac_that_it_comes_to() -> None:
     nothing = {
         "state": "idle",
         "ready": False,
-        "reason": coming,
-        "waiting": coming,
         "model": None,
         "epoch": 0,
+        "reason": coming,
+        "waiting": coming,
     }
     lines = drawn(MOMENT | nothing | {"nodes": [NODE | {"model_progress": coming}]})
     assert [line for line in lines if "on its way" in line] == [f"studio [left]: {coming}"]
@@ -184,7 +173,7 @@ def test_a_terminal_shows_it_until_ctrl_c_whether_the_agent_is_there_or_not(tmp_
     assert screen.shown.rstrip().endswith("fell silent")  # the last picture stays
 
 
-def test_programs_get_a_line_for_each_change(tmp_path: Path) -> None:
+def test_programs_get_a_line_for_each_change_and_a_picture_needs_a_terminal(tmp_path: Path) -> None:
     with (
         agent(tmp_path, Observed()),
         terminal("status", "--watch", "--json", "--home", str(tmp_path)) as screen,
@@ -195,9 +184,6 @@ def test_programs_get_a_line_for_each_change(tmp_path: Path) -> None:
         screen.type(CTRL_C)
         assert screen.end() == 0
     assert json.loads(screen.shown.splitlines()[0]) == MOMENT
-
-
-def test_a_picture_needs_a_terminal(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["status", "--watch", "--home", str(tmp_path)])
     assert refused.exit_code == 2
     assert "--watch needs a terminal" in " ".join(refused.stderr.replace("│", "").split())

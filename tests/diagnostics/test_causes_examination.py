@@ -33,8 +33,25 @@ def rank(number: int, *its: RecordedStep, **fields: object) -> RankRecord:
     return RankRecord(number, steps=its, **fields)  # type: ignore[arg-type]
 
 
-def test_ranks_that_did_the_same() -> None:
-    assert first_difference([rank(0, *steps(4, 5, 7)), rank(1, *steps(4, 5, 7))]) is None
+HALF = RecordedStep(5, "step", 1, 5, 5, 0, 5, 45)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        ((4, 5, 7), (4, 5, 7), None),
+        ((4, 5, 6), (4, 6), Difference(5, "presence", {0: "there", 1: "missing"})),
+        ((4, 9), (4, 9), None),  # frames that are no forwards have numbers too
+        ((4, 5, 6), (4,), None),  # one runs ahead
+        ((1, 2, 3, 4), (3, 4), None),  # one has forgotten the rest
+        ((4,), (), None),
+    ],
+)
+def test_a_step_that_one_rank_left_out_is_a_difference(
+    ours: tuple[int, ...], theirs: tuple[int, ...], found: Difference | None
+) -> None:
+    assert first_difference([rank(0, *steps(*ours)), rank(1, *steps(*theirs))]) == found
+    assert first_difference([rank(0, *steps(4, 5)), rank(1, *steps(4), HALF)]) is None, "it has no digest yet"
 
 
 @pytest.mark.parametrize(
@@ -45,33 +62,6 @@ def test_the_first_step_that_differs(field: str, value: str | int) -> None:
     ours, theirs = steps(4, 5, 6, 7), [*steps(4), *steps(5, 6, 7, **{field: value})]
     found = first_difference([rank(0, *ours), rank(1, *theirs)])
     assert found == Difference(5, field, {0: str(getattr(ours[1], field)), 1: str(value)})
-
-
-def test_a_step_that_was_left_out() -> None:
-    found = first_difference([rank(0, *steps(4, 5, 6)), rank(1, *steps(4, 6))])
-    assert found == Difference(5, "presence", {0: "there", 1: "missing"})
-
-
-def test_a_step_that_no_rank_did_is_no_difference() -> None:
-    """Frames that are no forwards have numbers too."""
-    assert first_difference([rank(0, *steps(4, 9)), rank(1, *steps(4, 9))]) is None
-
-
-def test_a_rank_that_runs_ahead_is_no_difference() -> None:
-    assert first_difference([rank(0, *steps(4, 5, 6)), rank(1, *steps(4))]) is None
-
-
-def test_what_one_rank_has_forgotten_is_not_compared() -> None:
-    assert first_difference([rank(0, *steps(1, 2, 3, 4)), rank(1, *steps(3, 4))]) is None
-
-
-def test_a_step_that_one_rank_did_not_finish_has_no_digest_to_compare() -> None:
-    half = RecordedStep(5, "step", 1, 5, 5, 0, 5, 45)
-    assert first_difference([rank(0, *steps(4, 5)), rank(1, *steps(4), half)]) is None
-
-
-def test_no_rank_to_compare_with() -> None:
-    assert first_difference([rank(0, *steps(4)), rank(1)]) is None
 
 
 @pytest.mark.parametrize(
@@ -88,9 +78,6 @@ def test_no_rank_to_compare_with() -> None:
 )
 def test_who_is_behind(last: tuple[RecordedStep, ...], expected: int | None) -> None:
     assert behind([rank(0, *steps(5, 6)), rank(1, *steps(5), *last)]) == expected
-
-
-def test_who_left_no_recording_is_not_behind() -> None:
     assert behind([rank(0, *steps(5)), RankRecord(1, recorded=False)]) is None
 
 
@@ -104,18 +91,12 @@ def test_files_of_two_macs() -> None:
     assert [each.rank for each in found.ranks] == [0, 1]
     assert (found.cause.kind, found.cause.rank) == ("killed from outside", 1)
     assert found.elsewhere == {}
-
-
-def test_files_of_the_host_alone() -> None:
-    found = examine(7, "", [rank(0, *steps(4), status=95, exit_code=Code.RANK_LOST)], [HOST])
-    assert found.elsewhere == {1: "mini"}
-    assert (found.cause.kind, found.cause.rank) == ("peer lost", 1)
-
-
-def test_files_of_a_hosted_rank_alone() -> None:
-    found = examine(7, "", [rank(1, *steps(4), by_agent=True, status=143)], [HOSTED])
-    assert found.elsewhere == {0: ""}
-    assert (found.cause.kind, found.cause.rank) == ("peer lost", 0)
+    host = rank(0, *steps(4), status=95, exit_code=Code.RANK_LOST)
+    hosted = rank(1, *steps(4), by_agent=True, status=143)
+    for alone, record, elsewhere in ((host, HOST, {1: "mini"}), (hosted, HOSTED, {0: ""})):
+        found = examine(7, "", [alone], [record])
+        assert found.elsewhere == elsewhere
+        assert (found.cause.kind, found.cause.rank) == ("peer lost", *elsewhere)
 
 
 def test_of_two_files_of_a_rank_the_one_that_remembers_more_counts() -> None:

@@ -48,43 +48,27 @@ def used(folder: Path) -> int:
     return int((folder / ".used").read_text())
 
 
-# --- room -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("free", "kept", "expected"),
     [
-        (100 * 10**9, 0, 10 * 10**9),
-        (90 * 10**9, 10 * 10**9, 10 * 10**9),  # what it keeps does not shrink its room
-        (10**13, 0, MOST_BYTES),
-        (0, 0, 0),
+        (100 * 10**9, "0", 10 * 10**9),
+        (90 * 10**9, str(10 * 10**9), 10 * 10**9),  # what it keeps does not shrink its room
+        (10**13, "0", MOST_BYTES),
+        (0, "0", 0),
+        *((1000, account, 100) for account in ("", "-5", "many")),  # no rank wrote that
+        (1000, "9" * 5000, MOST_BYTES),
     ],
 )
 def test_the_room_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: int, expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: str, expected: int
 ) -> None:
+    assert room_in(tmp_path / "missing", None) == DiskRoom("", 0)
+    assert [room_in(tmp_path, size).bytes for size in (7, 0)] == [7, 0], "a size that is set counts"
     folder_in(tmp_path).mkdir()
-    (folder_in(tmp_path) / ".used").write_text(str(kept))
+    (folder_in(tmp_path) / ".used").write_text(kept)
     monkeypatch.setattr(disk_cache.shutil, "disk_usage", lambda _: Usage(10**14, 0, free))
     folder = str(folder_in(tmp_path)) if expected else ""
     assert room_in(tmp_path, None) == DiskRoom(folder, expected)
-
-
-def test_a_size_that_is_set_counts_and_0_turns_it_off(tmp_path: Path) -> None:
-    assert room_in(tmp_path, 7) == DiskRoom(str(tmp_path / "kv-cache"), 7)
-    assert room_in(tmp_path, 0) == DiskRoom("", 0)
-    assert room_in(tmp_path / "missing", None) == DiskRoom("", 0)
-
-
-@pytest.mark.parametrize("account", ["", "-5", "many", "9" * 5000])
-def test_an_account_that_no_rank_wrote(tmp_path: Path, account: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder_in(tmp_path).mkdir()
-    (folder_in(tmp_path) / ".used").write_text(account)
-    monkeypatch.setattr(disk_cache.shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
-    assert 0 < room_in(tmp_path, None).bytes <= MOST_BYTES
-
-
-# --- list -------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_listed_by_model_with_the_name_that_users_know(tmp_path: Path) -> None:
@@ -128,9 +112,6 @@ def test_nothing_on_disk_and_what_is_no_cache(tmp_path: Path) -> None:
         assert (unknown.model, unknown.bytes) == ("", 3)
 
 
-# --- clear ------------------------------------------------------------------------------------------------
-
-
 def test_a_model_is_cleared_and_the_account_follows(tmp_path: Path) -> None:
     one = layout(tmp_path, "a", HUB, sizes=(10, 20))
     other = layout(tmp_path, "b", "/models/plain", sizes=(5,))
@@ -158,17 +139,8 @@ def test_the_folder_of_a_layout_goes_unless_a_rank_may_write_there(tmp_path: Pat
     assert (tmp_path / "c" / "about.json").exists(), "something else is in there"
     clear(tmp_path, agent_runs=False)
     assert not other.exists()
-
-
-def test_an_account_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    layout(tmp_path, "a", HUB)
-    layout(tmp_path, "b", "/models/plain", sizes=(5,))
-    clear(tmp_path, "org/some--model@main", agent_runs=False)
-    assert used(tmp_path) == 5
+    assert used(tmp_path) == 0
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in (".used", ".lock")] == [0o600, 0o600]
-
-
-def test_nothing_to_clear(tmp_path: Path) -> None:
     assert clear(tmp_path / "missing", agent_runs=False) == []
     assert not (tmp_path / "missing").exists()
 

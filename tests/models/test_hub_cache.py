@@ -31,21 +31,14 @@ def put(cache: Path, name: str = NAME, commit: str = COMMIT, *more: ModelFile) -
     return manifest
 
 
-def test_removing_a_model_leaves_another_one_with_the_same_commit(tmp_path: Path) -> None:
-    for name in ("old/name", "new/name"):
-        put(tmp_path, name)
-    old, new = Repo("old/name", tmp_path), Repo("new/name", tmp_path)
-    assert old.remove(frozenset({COMMIT})) > 0
-    assert not old.folder.exists()
-    assert new.snapshot("main") is not None
-    assert Repo("none/such", tmp_path).remove(frozenset({COMMIT, ""})) == 0
-    assert new.snapshot("main") is not None
-
-
 def test_of_two_revisions_the_one_that_stays_loses_nothing(tmp_path: Path) -> None:
     put(tmp_path)
     put(tmp_path, NAME, NEWER, NOTE)
-    repo = Repo(NAME, tmp_path)
+    put(tmp_path, "other/name")
+    repo, other = Repo(NAME, tmp_path), Repo("other/name", tmp_path)
+    assert other.remove(frozenset({COMMIT, ""})) > 0
+    assert not other.folder.exists()
+    assert other.remove(frozenset({COMMIT, ""})) == 0
     foreign = repo.folder / "blobs" / f"{'1' * 40}.incomplete"
     foreign.write_bytes(b"another program's")
     assert 0 < repo.remove(frozenset({NEWER})) < 1 << 16
@@ -86,13 +79,10 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
         pytest.raises(ModelError, match=f"another process is adding to {NAME}; stop it, or wait"),
     ):
         repo.remove(frozenset({COMMIT}))
+    with repo.locked(), pytest.raises(Stopped), other.locked(lambda: True):
+        pytest.fail("it is held twice")
     assert repo.snapshot(COMMIT) is not None
     assert repo.remove(frozenset({COMMIT})) > 0
-
-
-def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path) -> None:
-    with Repo(NAME, tmp_path).locked(), pytest.raises(Stopped), Repo(NAME, tmp_path).locked(lambda: True):
-        pytest.fail("it is held twice")
 
 
 def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(

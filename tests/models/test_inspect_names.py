@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,14 +50,8 @@ def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.Com
         "PATH": "/usr/bin:/bin",
         "HOME": str(cache),
     }
-    return subprocess.run(
-        [sys.executable, "-c", program, name],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, name]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
 def test_a_model_comes_from_the_hub_and_is_then_on_this_machine(hub: str, tmp_path: Path) -> None:
@@ -73,30 +68,20 @@ def test_a_model_comes_from_the_hub_and_is_then_on_this_machine(hub: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nobody/nothing", "the Hub knows no such model"), (GATED, "it is gated; accept its terms")],
+    [
+        ("nobody/nothing", "the Hub knows no such model"),
+        (GATED, "it is gated; accept its terms"),
+        (REPO, "it is not on this machine and the Hub cannot be reached"),
+    ],
 )
 def test_what_the_hub_refuses_is_said_in_plain_words(hub: str, tmp_path: Path, name: str, words: str) -> None:
-    refused = open_in_new_process(name, hub, tmp_path)
+    refused = open_in_new_process(name, hub if name != REPO else "http://127.0.0.1:9", tmp_path)
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"model_not_found: cannot get {name}: ")
     assert words in refused.stderr
 
 
-def test_no_network_and_nothing_on_this_machine(tmp_path: Path) -> None:
-    refused = open_in_new_process(REPO, "http://127.0.0.1:9", tmp_path)
-    assert refused.returncode == 1
-    assert "it is not on this machine and the Hub cannot be reached" in refused.stderr
-
-
-async def _refusal(name: str) -> ModelError:
-    with pytest.raises(ModelError) as refused:
-        await open_model(name)
-    return refused.value
-
-
 def test_names_that_cannot_be_a_model(tmp_path: Path) -> None:
-    import asyncio
-
     file = tmp_path / "weights.safetensors"
     file.write_bytes(b"")
     (tmp_path / "empty").mkdir()
@@ -109,10 +94,11 @@ def test_names_that_cannot_be_a_model(tmp_path: Path) -> None:
         ("x" * 5000, "x is no folder: File name too long"),
         ("~nobody-here/model", "~nobody-here/model is no folder: Could not determine home directory"),
     ):
-        error = asyncio.run(_refusal(name))
-        assert error.code is Code.MODEL_NOT_FOUND
-        assert words in error.detail
-        assert len(error.detail) < 400
+        with pytest.raises(ModelError) as refused:
+            asyncio.run(open_model(name))
+        assert refused.value.code is Code.MODEL_NOT_FOUND
+        assert words in refused.value.detail
+        assert len(refused.value.detail) < 400
 
 
 def test_what_a_model_is_called_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,19 +114,12 @@ def test_what_a_model_is_called_from_elsewhere(tmp_path: Path, monkeypatch: pyte
             lasting_name(name)
 
 
-def test_the_embedded_model_and_its_folder_are_the_same_model() -> None:
-    import asyncio
-
-    embedded, folder = (asyncio.run(open_model("tiny")), asyncio.run(open_model(str(embedded_model_path()))))
+def test_a_draft_model_is_looked_for_like_any_other(tmp_path: Path) -> None:
+    embedded, folder = (asyncio.run(open_model(name)) for name in ("tiny", str(embedded_model_path())))
     assert (
         (embedded.id, embedded.path) == (folder.id, folder.path) == ("tiny", embedded_model_path().resolve())
     )
-
-
-def test_a_draft_model_is_looked_for_like_any_other(tmp_path: Path) -> None:
-    import asyncio
-
-    assert asyncio.run(open_model("tiny")).draft_path is None
+    assert embedded.draft_path is None
     source = asyncio.run(open_model("tiny", str(embedded_model_path())))
     assert (source.id, source.draft_path) == ("tiny", embedded_model_path().resolve())
     for name, words in (

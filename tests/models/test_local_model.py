@@ -124,13 +124,9 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
 played = scenes(play, "tmp_path")
 
 
-def print_of(name: str) -> str:
-    return f"{name:0>64}"
-
-
 def found(name: str, fingerprint: str = "", revision: str = "", weight_mib: int = 0) -> ModelStatus:
     """What a Mac tells of a model whose files it has: by its name if no fingerprint is given."""
-    return ModelStatus(name, fingerprint or print_of(name), "", revision, weight_mib, PACKED)
+    return ModelStatus(name, fingerprint or f"{name:0>64}", "", revision, weight_mib, PACKED)
 
 
 @played()
@@ -149,20 +145,6 @@ async def test_a_model_is_there_for_a_rank_before_people_have_it(stage: Stage, t
     assert stage.opened == [("one", "draft")]
     with pytest.raises(ModelError, match="two is not wanted here"):
         stage.models.folder("two")
-
-
-@played()
-async def test_a_model_that_cannot_be_described_is_none_for_ranks(stage: Stage) -> None:
-    stage.undescribed["one"] = "config.json lacks hidden_size"
-    stage.want("one", 3)
-    await sees(lambda: stage.model.problem)
-    assert stage.changes[-1] == ModelStatus("one", "", "config.json lacks hidden_size")
-    with pytest.raises(ModelError, match="lacks hidden_size"):
-        stage.models.folder("one")
-    del stage.undescribed["one"]
-    stage.want("one", 4)
-    await stage.has("one")
-    assert stage.model.shape.name == "one"
 
 
 def test_weights_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,13 +235,14 @@ async def test_two_models_are_wanted_at_once_and_each_is_reported_by_name(
 @played()
 async def test_a_shape_that_a_member_made_up_costs_its_link(stage: Stage) -> None:
     with pytest.raises(ProtocolError, match="the shape of two") as refused:
-        stage.models._check("a", ModelStatus("two", print_of("two"), "", shape=b"made up"))
+        stage.models._check("a", ModelStatus("two", f"{'two':0>64}", "", shape=b"made up"))
     assert refused.value.code is Code.FIELD_INVALID
 
 
 @pytest.mark.parametrize(
     ("error", "problem"),
     [
+        (ModelError("the Hub knows no such model"), "the Hub knows no such model"),
         (ModelError("one holds no config.json", Code.MODEL_NOT_FOUND), "one holds no config.json"),
         (OSError(5, "the disk is gone"), "one: [Errno 5] the disk is gone"),
         (ValueError("embedded null byte"), "one: ValueError: embedded null byte"),
@@ -282,9 +265,18 @@ async def test_why_it_is_not_there_is_told_until_it_comes(
     await sees(lambda: stage.finding)
     assert stage.finding == 1, "one search at a time"
     del stage.errors["one"]
+    stage.undescribed["one"] = "config.json lacks hidden_size"
     stage.gates["one"].set()
+    await sees(lambda: "hidden_size" in stage.model.problem)
+    with pytest.raises(ModelError, match="lacks hidden_size"):
+        stage.models.folder("one")
+    del stage.undescribed["one"]
+    stage.want("one", 4)
+    assert stage.changes[-1] == ModelStatus("one", "", ""), "the others no longer see the old problem"
     await stage.has("one")
     assert stage.model.status == found("one")
+    stage.models.retry()
+    assert not stage.finding, "it is there"
 
 
 def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) -> None:
@@ -310,31 +302,7 @@ async def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(stage
     stage.want("org/one", 1)
     await stage.has("org/one")
     assert got == ["org/one", "org/draft"]
-    assert stage.model.status == found("org/one", print_of(commit), commit)
-
-
-@played()
-async def test_no_member_looks_again_for_what_is_there_or_on_the_hub(stage: Stage) -> None:
-    stage.want("one", 1)
-    await stage.has("one")
-    stage.models.retry()
-    stage.errors["org/two"] = ModelError("the Hub knows no such model")
-    stage.want("org/two", 2)
-    await sees(lambda: stage.model.problem)
-    before: Any = stage.model._search
-    stage.models.retry()
-    assert stage.model._search is before
-
-
-@played()
-async def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(stage: Stage) -> None:
-    stage.errors["org/two"] = ModelError("the Hub knows no such model")
-    stage.want("org/two", 2)
-    await sees(lambda: stage.model.problem)
-    del stage.errors["org/two"]
-    stage.want("org/two", 3)
-    assert stage.changes[-1] == ModelStatus("org/two", "", ""), "the others no longer see the old problem"
-    await stage.has("org/two")
+    assert stage.model.status == found("org/one", f"{commit:0>64}", commit)
 
 
 @played()
@@ -344,10 +312,13 @@ async def test_files_that_came_or_were_repaired_are_looked_at_again(stage: Stage
     await sees(lambda: stage.model.problem)
     stage.models._files_arrived("org/other")
     assert stage.model.problem
+    before: Any = stage.model._search
+    stage.models.retry()
+    assert stage.model._search is before, "no member looks again for what is on the Hub"
     del stage.errors["org/two"]
     stage.models._files_arrived("org/two")
     await stage.has("org/two")
-    await sees(lambda: stage.model.fingerprint == print_of("two"))
+    await sees(lambda: stage.model.fingerprint == f"{'two':0>64}")
     opened = len(stage.opened)
     stage.models._files_arrived("org/two")
     await sees(lambda: stage.model._search is not None and stage.model._search.done())

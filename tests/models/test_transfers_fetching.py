@@ -90,23 +90,18 @@ def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Pat
     assert len(hub.asked) == asked
 
 
-def test_old_files_of_weights_beside_an_index_do_not_come(hub: Hub) -> None:
+def test_only_weights_that_mlx_lm_reads_come(hub: Hub) -> None:
     model = hub.models[NAME]
+    model.files = {name: body for name, body in embedded().items() if not name.endswith(".safetensors")}
+    model.files["consolidated.safetensors"] = b"w"
+    with pytest.raises(ModelError, match=r"no weights in the safetensors format \(model\*\.safetensors\)"):
+        look_up(NAME, "main")
     of_index = json.dumps({"weight_map": {"a": BIG}}).encode()
     strays = {f"model-0000{n}-of-00002.safetensors": b"old" for n in (1, 2)}
     files = {name: body for name, body in with_weights(EXTRA).items() if name != "model.safetensors"}
     files["model.safetensors.index.json"] = of_index
     model.files = {**files, **strays, "model.safetensors": b"old", "consolidated.safetensors": b"twice"}
     assert same(fetch().from_hub(), files)
-
-
-def test_weights_that_mlx_lm_does_not_read_are_named(hub: Hub) -> None:
-    model = hub.models[NAME]
-    model.files = {name: body for name, body in model.files.items() if not name.startswith("model")}
-    model.files = {**model.files, "consolidated.safetensors": b"w"}
-    del model.files["mtp.safetensors"]
-    with pytest.raises(ModelError, match=r"no weights in the safetensors format \(model\*\.safetensors\)"):
-        look_up(NAME, "main")
 
 
 def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> None:
@@ -178,9 +173,7 @@ def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
 
     worker = threading.Thread(target=get, daemon=True)
     worker.start()
-    ends_at = time.monotonic() + 20
-    while model.sent.get(BIG, 0) < EXTRA // 2 and time.monotonic() < ends_at:
-        threading.Event().wait(0.01)
+    until(lambda: model.sent.get(BIG, 0) >= EXTRA // 2)
     first.stop()
     worker.join(20)
     assert stopped
@@ -193,10 +186,17 @@ def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
     assert held > EXTRA * 0.3
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(hub: Hub) -> None:
-    hub.models[NAME].cut = {BIG: 6 * CHUNK}
-    assert same(fetch().from_hub(), dict(hub.models[NAME].files))
-    assert hub.models[NAME].sent[BIG] <= EXTRA + CHUNK
+def test_two_programs_get_it_once_and_go_on_where_a_connection_broke(hub: Hub) -> None:
+    hub.models[NAME].pace, hub.models[NAME].cut = 4e6, {BIG: 6 * CHUNK}
+    found: list[Path] = []
+    workers = [threading.Thread(target=lambda: found.append(fetch().from_hub())) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert found[0] == found[1]
+    assert same(found[0], dict(hub.models[NAME].files))
+    assert EXTRA <= hub.models[NAME].sent[BIG] <= EXTRA + CHUNK
 
 
 def test_what_has_another_hash_never_gets_a_name(hub: Hub) -> None:
@@ -260,34 +260,7 @@ def test_an_answer_of_the_hub_that_makes_no_sense_is_said_to_make_none(hub: Hub,
     with pytest.raises(ModelError, match=f"the Hub's answer about {NAME} cannot be understood: .") as refused:
         fetch().from_hub()
     assert refused.value.code is Code.MODEL_NOT_FOUND, "another Mac may ask another Hub"
-
-
-@pytest.mark.parametrize("answer", [b'{"error": "x"}', b"null", b"[]", b"[{}]", b"<html>log in</html>"])
-def test_a_list_of_files_that_makes_no_sense_is_not_asked_for(hub: Hub, answer: bytes) -> None:
-    """The Hub's client would keep it."""
-    model, manifest = hub.models[NAME], look_up(NAME, "main")
-    model.answer = answer
-    assert (fetch_some(manifest, ("config.json",)) / "config.json").is_file()
-
-
-@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, RecursionError])
-def test_what_the_hubs_client_does_not_expect_of_a_file_is_said(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
-    def surprised(*_: object, **__: object) -> str:
-        raise error("a surprise")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", surprised)
-    said = f"the Hub's answer about {NAME} cannot be understood: {error.__name__}: .*a surprise"
-    with pytest.raises(ModelError, match=said) as refused:
-        find_config(NAME)
-    assert refused.value.code is Code.MODEL_NOT_FOUND
-
-
-def test_a_file_of_another_commit_is_none_of_this_one(hub: Hub) -> None:
-    hub.models[NAME].commits["main"] = NEWER  # while the answers for files name COMMIT
-    with pytest.raises(ModelError, match=r"cannot be understood: config\.json is of another commit"):
-        find_config(NAME)
+    assert Repo(NAME).commits() == frozenset()
 
 
 def test_a_commit_is_no_other_one(hub: Hub) -> None:
@@ -296,6 +269,28 @@ def test_a_commit_is_no_other_one(hub: Hub) -> None:
         fetch(revision=COMMIT).from_hub()
     assert refused.value.code is Code.MODEL_NOT_FOUND
     assert Repo(NAME).commits() == frozenset()
+    hub.models[NAME].commits = {"main": NEWER}  # while the answers for files name COMMIT
+    with pytest.raises(ModelError, match=r"cannot be understood: config\.json is of another commit"):
+        find_config(NAME)
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, RecursionError])
+def test_what_the_hubs_client_does_not_expect_of_a_file_is_said(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    manifest, usual = look_up(NAME, "main"), hub.models[NAME].answer
+    hub.models[NAME].answer = b"[{}]"  # a list of files that makes no sense; the client would keep it
+    assert (fetch_some(manifest, ("config.json",)) / "config.json").is_file()
+    hub.models[NAME].answer = usual
+
+    def surprised(*_: object, **__: object) -> str:
+        raise error("a surprise")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", surprised)
+    said = f"the Hub's answer about {NAME} cannot be understood: {error.__name__}: .*a surprise"
+    with pytest.raises(ModelError, match=said) as refused:
+        find_config(NAME)
+    assert refused.value.code is Code.MODEL_NOT_FOUND
 
 
 def test_sizes_that_no_disk_has_are_refused_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,23 +346,15 @@ def until(true: Callable[[], bool]) -> None:
     assert true()
 
 
-def test_a_failed_pull_of_which_nothing_came_is_not_listed(hub: Hub) -> None:
-    hub.models[NAME].gated = True
-    with pytest.raises(ModelError, match="gated"):
-        fetch().from_hub()
-    assert commits_here() == []
-    hub.models[NAME].gated = False
-    fetch().from_hub()
-    assert [each.complete for each in commits_here()] == [True]
-
-
-def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> None:
+def test_who_may_not_have_it_is_told_what_to_do(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hub.models[NAME]
     model.gated = True
-    with pytest.raises(
-        ModelError, match=rf"^cannot get {NAME}: it is gated; accept its terms .*`hf auth login`"
-    ):
+    said = rf"^cannot get {NAME}: it is gated; accept its terms .*`hf auth login`"
+    with pytest.raises(ModelError, match=said):
         fetch().from_hub()
+    assert commits_here() == [], "nothing of it came"
     model.gated, model.private = False, True
     with pytest.raises(ModelError, match="knows no such model, or it is private"):
         fetch().from_hub()
@@ -377,12 +364,10 @@ def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> Non
     (tmp_path / "cache" / "no-token").write_text(TOKEN)  # where `hf auth login` leaves it
     model.gated = True
     assert same(fetch().from_hub(), dict(model.files))
-
-
-def test_offline_and_unreachable(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [each.complete for each in commits_here()] == [True]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set") as refused:
-        fetch().from_hub()
+        fetch(tmp_path / "other").from_hub()
     assert refused.value.code is Code.MODEL_NOT_FOUND
 
 
@@ -417,9 +402,6 @@ def test_a_newer_revision_costs_what_differs_and_removing_one_frees_that(hub: Hu
 
 
 Lent = tuple[Repo, manifests.Manifest]
-
-
-# --- from a lender ----------------------------------------------------------------------------------------
 
 
 class Pair:
@@ -469,10 +451,6 @@ def test_a_copy_is_the_same_and_the_hub_is_asked_for_the_list_of_files_alone(hub
     assert all("/api/models/" in asked for asked in hub.asked)
 
 
-def without_the_hub(hub: Hub) -> None:
-    hub.models = {}
-
-
 def test_a_copy_without_the_hub_is_found_here_by_name_and_moves_nothing_that_other_programs_read(
     hub: Hub, pair: Pair
 ) -> None:
@@ -480,7 +458,7 @@ def test_a_copy_without_the_hub_is_found_here_by_name_and_moves_nothing_that_oth
     refs = ours.folder / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text(NEWER)
-    without_the_hub(hub)
+    hub.models = {}
     folder = pair.copy()
     assert ours.snapshot("main") == folder
     assert ours.refs.commits() == {"main": COMMIT}
@@ -505,7 +483,7 @@ def test_a_member_brings_no_file_that_serving_does_not_need(hub: Hub, pair: Pair
     poison(pair.theirs, EVIL)
     for asked in (True, False):
         if not asked:
-            without_the_hub(hub)
+            hub.models = {}
             shutil.rmtree(pair.cache)
         assert same(pair.copy(), with_weights(EXTRA))
 
@@ -517,7 +495,7 @@ def test_a_member_does_not_change_what_is_here_already(hub: Hub, pair: Pair) -> 
     few = tuple(file for file in manifest.files if not file.path.startswith("tokenizer"))
     kept = pair.theirs.folder / hub_cache.FOLDER / f"{COMMIT}.json"
     kept.write_bytes(manifests.to_bytes(dataclasses.replace(manifest, files=few)))
-    without_the_hub(hub)
+    hub.models = {}
     assert pair.copy() == folder
     assert Repo(NAME, pair.cache).manifest(COMMIT) == manifest
     assert same(folder, with_weights(EXTRA))
@@ -679,23 +657,6 @@ def test_a_lender_that_gets_another_revision_is_left(pair: Pair, monkeypatch: py
         pair.copy()
 
 
-def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: dict[str, object] = {}
-    monkeypatch.setattr(peer_copy, "take", lambda *_: nothing["a bug"])
-    with pytest.raises(KeyError, match="a bug"):
-        pair.copy()
-
-
-def test_a_lender_that_gets_nothing_new_is_not_waited_for(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_copy, "STEP_S", 0.5)
-    pair.theirs.blobs.path(big(pair)).unlink()
-    with pytest.raises(LinkError, match=r"nothing new has come for 0\.5 s") as late:
-        pair.copy()
-    assert late.value.code is Code.LINK_TIMEOUT
-
-
 def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pair.theirs.blobs.path(big(pair))
     body = whole.read_bytes()
@@ -721,17 +682,37 @@ def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch
     assert now_s > 3 * peer_copy.STEP_S
 
 
-def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drip(channel: peer_copy.PeerConnection, lent: Lent, wanted: FileWanted, _: object) -> None:
-        channel.send(FileHeld(lent[1].blobs[wanted.file].size))
-        while True:
-            channel.send_bytes(b"\0")
-            threading.Event().wait(0.1)
+def drip(channel: peer_copy.PeerConnection, lent: Lent, wanted: FileWanted, _: object) -> None:
+    channel.send(FileHeld(lent[1].blobs[wanted.file].size))
+    while True:
+        channel.send_bytes(b"\0")
+        threading.Event().wait(0.1)
 
-    monkeypatch.setattr(peer_copy, "STEP_S", 0.5)
-    monkeypatch.setattr(peer_copy, "_lend", drip)
-    with pytest.raises(LinkError, match=r"nothing new has come for 0\.5 s"):
+
+@pytest.mark.parametrize(
+    ("limit", "lend", "said"),
+    [
+        ("STEP_S", None, r"nothing new has come for 0\.5 s"),
+        ("STEP_S", drip, r"nothing new has come for 0\.5 s"),
+        ("IDLE_S", lambda *_: threading.Event().wait(3), "stood still for 0.5 s"),
+    ],
+    ids=["it gets nothing new itself", "drips", "falls silent"],
+)
+def test_a_lender_of_which_nothing_comes_is_left(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    lend: Callable[..., object] | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(peer_copy, limit, 0.5)
+    if lend is None:
+        pair.theirs.blobs.path(big(pair)).unlink()
+    else:
+        monkeypatch.setattr(peer_copy, "_lend", lend)
+    with pytest.raises(LinkError, match=said) as late:
         pair.copy()
+    assert late.value.code is Code.LINK_TIMEOUT
 
 
 def test_a_removed_member_no_longer_gets_any_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -755,7 +736,9 @@ def test_strangers_who_only_connect_keep_no_member_out(pair: Pair) -> None:
         assert same(pair.copy(), with_weights(EXTRA))
 
 
-def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) -> None:
+def test_one_member_leaves_connections_for_others(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     third = member_of(pair.one, tmp_path)
     pair.welcome.add(third.identity.node_id)
     held = 0
@@ -771,14 +754,9 @@ def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) ->
         other = peer_copy.connect(address, pair.one.identity.node_id, third.credentials)
         crowd.callback(other.close)
         assert peer_copy.ask(other, NAME)
-
-
-def test_all_members_together_have_so_many_connections(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_copy, "MAX_CONNECTIONS", 1)
-    with contextlib.closing(pair.connect()) as first:
-        assert peer_copy.ask(first, NAME)
-        with contextlib.closing(pair.connect()) as second, pytest.raises(LinkError, match="cut short"):
-            peer_copy.ask(second, NAME)
+        monkeypatch.setattr(peer_copy, "MAX_CONNECTIONS", 1)  # of all members together
+        with contextlib.closing(pair.connect()) as late, pytest.raises(LinkError, match="cut short"):
+            peer_copy.ask(late, NAME)
 
 
 def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> None:
@@ -811,14 +789,6 @@ def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
         for each in held:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_copy, "IDLE_S", 1)
-    monkeypatch.setattr(peer_copy, "_lend", lambda *_: threading.Event().wait(3))
-    with pytest.raises(LinkError, match="stood still for 1 s") as silent:
-        pair.copy()
-    assert silent.value.code is Code.LINK_TIMEOUT
 
 
 def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> None:
@@ -867,17 +837,9 @@ def test_a_lender_that_lies_about_the_manifest_is_left(pair: Pair, monkeypatch: 
     monkeypatch.setattr(peer_copy, "to_bytes", lambda _: b'{"name": "a/b", "revision": "x", "files": []}')
     with pytest.raises(RemoteProtocolError, match="a manifest that makes no sense"):
         pair.copy()
+    nothing: dict[str, object] = {}
+    monkeypatch.setattr(peer_copy, "to_bytes", manifests.to_bytes)
+    monkeypatch.setattr(peer_copy, "take", lambda *_: nothing["a bug"])
+    with pytest.raises(KeyError, match="a bug"):  # in one thread ends the copy
+        pair.copy()
     assert not (pair.cache / "models--some-body--llama" / "snapshots").exists()
-
-
-def test_two_programs_get_it_once(hub: Hub) -> None:
-    hub.models[NAME].pace = 4e6
-    found: list[Path] = []
-    workers = [threading.Thread(target=lambda: found.append(fetch().from_hub())) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
-    assert len(set(found)) == 1
-    assert hub.models[NAME].sent[BIG] == EXTRA
-    assert shutil.disk_usage(found[0]).free

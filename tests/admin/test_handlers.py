@@ -226,7 +226,7 @@ async def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_a
 async def test_a_choice_that_makes_no_sense_changes_nothing(
     node: Node, member: members.Member, model: str, nodes: str
 ) -> None:
-    node.meet(A)
+    a = node.meet(A)
     with pytest.raises(UserError):
         await Admin(node.parts, member.store).models.serve(Serve(model, nodes=nodes))
     node.tick()

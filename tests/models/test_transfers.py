@@ -8,7 +8,7 @@ import errno
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ NAME = "some-body/tiny"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as running:
+        running.models = {NAME: Model(embedded())}
         put(running.url, tmp_path / "cache", monkeypatch)
         yield running
 
@@ -133,12 +134,16 @@ class Lending:
         self.lender: peer_copy.PeerServer | None = None
 
     def opens(self) -> None:
-        manifest = self.repo.manifest(COMMIT)
-        assert manifest is not None
-        lent = (self.repo, manifest)
-        self.lender = peer_copy.PeerServer(
-            "127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True
-        )
+        lent = (self.repo, self.repo.manifest(COMMIT))
+        mine = self.first.credentials
+        self.lender = peer_copy.PeerServer("127.0.0.1", mine, lambda _: lent, lambda _: True)
+
+    def plays(self, home: Path, story: Callable[[Node], Awaitable[None]]) -> None:
+        try:
+            play(home, self.second, story)
+        finally:
+            if self.lender is not None:
+                self.lender.close()
 
     def joins(self, node: Node) -> FakeLink:
         link = node.meet(self.node_id)
@@ -175,11 +180,7 @@ def test_a_lender_that_comes_back_is_copied_from(
         there.joins(node)
         await sees(lambda: row(getting, NAME, me).get("complete"))
 
-    try:
-        play(tmp_path, there.second, story)
-    finally:
-        if there.lender is not None:
-            there.lender.close()
+    there.plays(tmp_path, story)
 
 
 def test_a_download_gives_way_to_a_member_that_has_it(tmp_path: Path, hub: Hub) -> None:
@@ -197,10 +198,9 @@ def test_a_download_gives_way_to_a_member_that_has_it(tmp_path: Path, hub: Hub) 
         assert (await asyncio.wait_for(getter, 30)).name == COMMIT
 
     try:
-        play(tmp_path, there.second, story)
+        there.plays(tmp_path, story)
     finally:
         hub.models[NAME].goes_on.set()
-        there.lender.close()
 
 
 def answers(port: int) -> bool:
@@ -211,7 +211,6 @@ def answers(port: int) -> bool:
 
 @played()
 async def test_a_member_that_has_it_lends_it_until_the_others_have_it(node: Node, hub: Hub) -> None:
-    hub.models = {NAME: Model(embedded())}
     getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
     name = await getting.pull(NAME, everywhere=False)
     await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
@@ -243,7 +242,6 @@ def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path
 
 @played()
 async def test_what_was_complete_counts_only_when_it_was_looked_at_again(node: Node, hub: Hub) -> None:
-    hub.models = {NAME: Model(embedded())}
     getting, me = leads(node), node.parts.node.node_id
     name = await getting.pull(NAME, everywhere=False)
     await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
@@ -293,7 +291,6 @@ async def test_a_branch_is_the_commit_that_was_asked_for_last(node: Node, hub: H
 
 @played()
 async def test_a_model_that_another_program_put_there_is_here(node: Node, hub: Hub) -> None:
-    hub.models = {NAME: Model(embedded())}
     folder = Repo(NAME).folder / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     for path, data in embedded().items():
@@ -311,7 +308,6 @@ async def test_a_model_that_another_program_put_there_is_here(node: Node, hub: H
 async def test_each_end_is_told_to_waiting_clients(
     node: Node, hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    hub.models = {NAME: Model(embedded())}
 
     def cannot(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -324,7 +320,6 @@ async def test_each_end_is_told_to_waiting_clients(
 
 @played()
 async def test_earlier_reports_no_longer_count_when_it_is_pulled_again(node: Node, hub: Hub) -> None:
-    hub.models = {NAME: Model(embedded())}
     getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
     name = await getting.pull(NAME, everywhere=True)
     node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="no room", port=0))
@@ -338,7 +333,6 @@ async def test_earlier_reports_no_longer_count_when_it_is_pulled_again(node: Nod
 def test_the_end_does_not_wait_for_a_hub_that_is_silent(
     tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.models = {NAME: Model(embedded())}
     monkeypatch.setattr(Fetch, "from_hub", lambda _: time.sleep(8))
 
     async def story(node: Node) -> None:
@@ -353,7 +347,6 @@ def test_the_end_does_not_wait_for_a_hub_that_is_silent(
 
 @played()
 async def test_what_a_command_did_by_itself_is_told_at_once(node: Node, hub: Hub) -> None:
-    hub.models = {NAME: Model(embedded())}
     getting, a = leads(node), node.meet(A)
     repo = Repo(NAME)
     await asyncio.to_thread(Fetch(repo, "main").from_hub)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -145,38 +146,42 @@ def test_a_small_file_that_others_left_wrong_is_not_published(hub: Hub) -> None:
 def test_large_files_that_are_here_are_not_read_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch().from_hub()
     hub.models[NAME].commits["main"] = NEWER
-    hashed: list[str] = []
-    honest = hub_cache.hash_of
-
-    def counted(path: Path, file: manifests.ModelFile, on_bytes: Callable[[int], None]) -> str:
-        hashed.append(file.path)
-        return honest(path, file, on_bytes)
-
-    monkeypatch.setattr(hub_cache, "hash_of", counted)
+    hashed, honest = list[str](), hub_cache.hash_of
+    monkeypatch.setattr(
+        hub_cache, "hash_of", lambda path, file, on: hashed.append(file.path) or honest(path, file, on)
+    )
     monkeypatch.setattr(hub_cache, "SMALL_BYTES", EXTRA - 1)
     fetch().from_hub()
     assert "config.json" in hashed
     assert BIG not in hashed
 
 
-def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
-    model = hub.models[NAME]
-    first = fetch()
-    model.pace = 2e6
-    stopped: list[Exception] = []
+def until(true: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 20
+    while not true() and time.monotonic() < ends_at:
+        threading.Event().wait(0.01)
+    assert true()
+
+
+def stop_when(ours: Fetch, true: Callable[[], bool]) -> None:
+    """Stop what comes from the Hub as soon as this is true; its end does not wait for the Hub."""
 
     def get() -> None:
-        try:
-            first.from_hub()
-        except Stopped as error:
-            stopped.append(error)
+        with pytest.raises(Stopped):
+            ours.from_hub()
+        stopped.set()
 
-    worker = threading.Thread(target=get, daemon=True)
-    worker.start()
-    until(lambda: model.sent.get(BIG, 0) >= EXTRA // 2)
-    first.stop()
-    worker.join(20)
-    assert stopped
+    stopped = threading.Event()
+    threading.Thread(target=get, daemon=True).start()
+    until(true)
+    ours.stop()
+    assert stopped.wait(2)
+
+
+def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
+    model = hub.models[NAME]
+    model.pace = 2e6
+    stop_when(fetch(), lambda: model.sent.get(BIG, 0) >= EXTRA // 2)
     assert Repo(NAME).snapshot("main") is None, "what is half there is no model"
     held = (Repo(NAME).begun() or pytest.fail("nothing was kept")).held
     model.pace, model.sent = 0.0, {}
@@ -318,32 +323,12 @@ def test_sizes_that_no_disk_has_are_refused_at_once(hub: Hub, monkeypatch: pytes
 def test_to_end_does_not_wait_for_a_hub_that_stalls_and_nothing_comes_later(hub: Hub, stalls: str) -> None:
     model, ours = hub.models[NAME], fetch()
     model.stalls = stalls
-    ended: list[Exception] = []
-
-    def get() -> None:
-        try:
-            ours.from_hub()
-        except Stopped as error:
-            ended.append(error)
-
-    worker = threading.Thread(target=get, daemon=True)
-    worker.start()
-    until(lambda: any(stalls in each for each in hub.asked))
-    ours.stop()
-    worker.join(2)
-    assert ended
+    stop_when(ours, lambda: any(stalls in each for each in hub.asked))
     model.goes_on.set()
     for thread in threading.enumerate():
         if thread.name == "apart":
             thread.join(10)
     assert not any(any(path.read_bytes()) for path in ours.repo.folder.glob("blobs/*"))
-
-
-def until(true: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 20
-    while not true() and time.monotonic() < ends_at:
-        threading.Event().wait(0.01)
-    assert true()
 
 
 def test_who_may_not_have_it_is_told_what_to_do(
@@ -536,12 +521,17 @@ def big(pair: Pair) -> manifests.ModelFile:
     return next(file for file in manifest.files if file.path == BIG)
 
 
-def test_a_copy_takes_each_file_as_soon_as_the_lender_itself_has_it(pair: Pair) -> None:
-    whole, file = pair.theirs.blobs.path(big(pair)), big(pair)
-    body = whole.read_bytes()
-    whole.unlink()
-    part = hub_cache.PartialFile(pair.theirs.blobs, file, lambda: False)
+def begun_again(pair: Pair) -> hub_cache.PartialFile:
+    """Have the lender itself get the large file anew."""
+    pair.theirs.blobs.path(big(pair)).unlink()
+    part = hub_cache.PartialFile(pair.theirs.blobs, big(pair), lambda: False)
     part.open()
+    return part
+
+
+def test_a_copy_takes_each_file_as_soon_as_the_lender_itself_has_it(pair: Pair) -> None:
+    whole = pair.theirs.blobs.path(big(pair))
+    body, part = whole.read_bytes(), begun_again(pair)
     ours = fetch(pair.cache)
     done: list[Path] = []
     worker = threading.Thread(target=lambda: done.append(ours.from_member(NAME, pair.connect)))
@@ -595,13 +585,10 @@ def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> No
 
 
 def test_a_lender_that_goes_leaves_what_came(hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = 0
-    lend = peer_copy._lend
+    files, lend = itertools.count(1), peer_copy._lend
 
     def dies(*args: object) -> None:
-        nonlocal files
-        files += 1
-        if files == 3:
+        if next(files) == 3:
             pair.lender.close()
         lend(*args)  # type: ignore[arg-type]
 
@@ -659,12 +646,8 @@ def test_a_lender_that_gets_another_revision_is_left(pair: Pair, monkeypatch: py
 
 def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pair.theirs.blobs.path(big(pair))
-    body = whole.read_bytes()
-    whole.unlink()
-    part = hub_cache.PartialFile(pair.theirs.blobs, big(pair), lambda: False)
-    part.open()
-    now_s = 0.0
-    held = peer_copy._held
+    body, part = whole.read_bytes(), begun_again(pair)
+    now_s, held = 0.0, peer_copy._held
 
     def some_more(lent: Lent | None) -> peer_copy.FilesHeld:
         nonlocal now_s

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import backtest
 from benchmarks.published_models import published
 from mlxtp.placement.cost_model import rank_memory
-from mlxtp.placement.tables import chip
 
 from .made_up_macs import mac
 
@@ -30,12 +29,6 @@ MISSES = {
     ("qwen2.5-32b-4bit", 18.35),
 }
 """Figures that are known not to be the machines'."""
-
-
-def test_half_of_the_figures_are_met_within_twenty_percent() -> None:
-    """With room to spare, so that a change for the worse is noticed before that."""
-    assert backtest.median_error() <= 0.20
-    assert backtest.median_error() == pytest.approx(0.075, abs=0.01)
 
 
 def test_groups_to_which_nothing_was_fitted_are_met_as_well() -> None:
@@ -74,10 +67,6 @@ def test_what_ran_on_m3_ultras_has_room_on_those_of_512_gb(model: str, ranks: in
         assert memory.needed > studio.machine.memory_bytes * 3 // 4
 
 
-def test_every_machine_is_known() -> None:
-    assert all(chip(name).known for row in backtest.PUBLISHED for name in row.chips)
-
-
 def test_the_page_has_the_errors_of_this_model() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "placement.md").read_text().split())
     within = sum(abs(backtest.error(row)) <= 0.2 for row in backtest.PUBLISHED)
@@ -87,7 +76,3 @@ def test_the_page_has_the_errors_of_this_model() -> None:
     assert f"the median error is {prompts}" in page
     split = [backtest.error(row) for row in backtest.PUBLISHED if row.split]
     assert f"predicted {100 * min(split):.0f} to {100 * max(split):.0f} % too fast" in page
-
-
-def test_the_table_has_a_row_for_each_figure() -> None:
-    assert backtest.text().count("| glm-5-mxfp8 |") == 2

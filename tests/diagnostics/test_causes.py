@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -46,122 +45,109 @@ def cause(*ranks: RankRecord, by: EpochRecord | None = None, **known: object) ->
 
 
 CRASH = 'Fatal Python error\n\nStack (most recent call first):\n  File "kv.py", line 4 in view\n  File "x"'
+SILENT = replace(HEALTHY, by_agent=True, deaf=True, signal=9, pong_age_s=5.25)
+LOST_AT_RING = said(
+    WAITING, Code.FORWARD_FAILED, "rank 2: RuntimeError: [ring] connection to a peer was lost"
+)
+UNHEARD = replace(WAITING, deaf=True, signal=9, pong_age_s=2.2)
+
+
+@pytest.mark.parametrize(
+    ("other", "ended", "kind", "words"),
+    [
+        (GONE_TOO, died(9, steps=(FINISHED, QUEUED)), "killed from outside", "in step 7"),
+        (GONE_TOO, died(9), "killed from outside", "memory"),
+        (GONE_TOO, died(15), "killed from outside", "signal 15"),
+        (GONE_TOO, died(status=143), "killed from outside", "signal 15"),
+        (GONE_TOO, died(9, peak_memory_bytes=80), "out of memory", "80%"),
+        (GONE_TOO, died(9, peak_memory_bytes=60), "killed from outside", ""),
+        *(
+            (GONE_TOO, died(number, crash=CRASH), "crash", words)
+            for number, words in ((11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS"), (10, "SIGBUS"))
+        ),
+        (GONE_TOO, died(11, crash=CRASH), "crash", 'at File "kv.py", line 4 in view'),
+        (GONE_TOO, died(status=7), "exited", "status 7"),
+        # Others notice the end of a rank that its agent kills at last.
+        (GONE_TOO, SILENT, "wedged", "5.2 s, SIGTERM included"),
+        (LOST_AT_RING, SILENT, "wedged", "5.2 s, SIGTERM included"),
+        (WAITING, replace(HEALTHY, pong_age_s=5.25), "wedged", "5.2 s"),
+        # Its heart beat: only its main thread could not hear SIGTERM, for want of the other rank.
+        (UNHEARD, replace(SILENT, by_agent=False), "wedged", ""),
+    ],
+)
+def test_what_is_left_of_a_rank_tells_how_it_ended(
+    other: RankRecord, ended: RankRecord, kind: str, words: str
+) -> None:
+    found = cause(other, ended, by=agent())
+    assert (found.kind, found.rank) == (kind, 1)
+    assert words in found.words
+    assert "SIGTERM" not in found.words or "SIGTERM" in words or not words
+
+
+@pytest.mark.parametrize(
+    ("ranks", "difference", "rank", "words"),
+    [
+        (
+            (said(WAITING, Code.DESYNC, "step 7: rank 1"), said(HEALTHY, Code.DESYNC, "rank 0: step 7")),
+            Difference(7, "digest", {0: "aa", 1: "bb"}),
+            1,
+            "ranks differ from step 7 on, in digest (rank 0: aa, rank 1: bb)",
+        ),
+        ((said(WAITING, Code.DESYNC),), Difference(7, "collectives", {0: "8", 1: "9", 2: "9"}), 0, ""),
+        ((said(WAITING, Code.DESYNC, "3: 4 forwards"), HEALTHY), None, None, "ranks disagree: 3: 4 forwards"),
+        ((GONE_TOO, HEALTHY), Difference(7, "fed", {0: "a", 1: "b"}), 1, ""),  # nobody noticed it
+    ],
+)
+def test_ranks_that_disagree(
+    ranks: tuple[RankRecord, ...], difference: Difference | None, rank: int | None, words: str
+) -> None:
+    found = cause(*ranks, by=agent() if GONE_TOO in ranks else None, difference=difference)
+    assert (found.kind, found.rank) == ("desync", rank)
+    assert words in found.words
+
+
 STALLED = agent(Code.RANK_STALLED, "no progress")
 AHEAD = replace(WAITING, steps=(FINISHED, QUEUED, replace(QUEUED, seq=8)))
 BLOCKED = replace(WAITING, steps=(FINISHED, QUEUED, replace(BEGUN, seq=8)))
 BESIDE = replace(HEALTHY, steps=(FINISHED, QUEUED))
 DONE = replace(QUEUED, finished_us=9 * S)
-SILENT = replace(HEALTHY, by_agent=True, deaf=True, signal=9, pong_age_s=5.25)
-LOST_AT_RING = said(
-    WAITING, Code.FORWARD_FAILED, "rank 2: RuntimeError: [ring] connection to a peer was lost"
+IDLE, LOADING = (
+    RankRecord(rank, by_agent=True, phase=phase, phase_since_us=since_s * S, ended_us=70 * S)
+    for rank, phase, since_s in ((0, "idle", 60), (1, "loading", 2))
 )
-DIGEST = {"difference": Difference(7, "digest", {0: "aa", 1: "bb"})}
-
-
-def in_phase(rank: int, phase: str, since_s: int) -> RankRecord:
-    return RankRecord(rank, by_agent=True, phase=phase, phase_since_us=since_s * S, ended_us=70 * S)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "known", "kind", "rank", "words"),
+    ("first", "second", "rank", "words"),
     [
-        # A rank that ended by itself: what was left of it decides.
-        ((GONE_TOO, died(9, steps=(FINISHED, QUEUED))), {}, "killed from outside", 1, "in step 7"),
-        ((GONE_TOO, died(9)), {}, "killed from outside", 1, "memory"),
-        ((GONE_TOO, died(15)), {}, "killed from outside", 1, "signal 15"),
-        ((GONE_TOO, died(status=143)), {}, "killed from outside", 1, "signal 15"),
-        ((GONE_TOO, died(9, peak_memory_bytes=80)), {}, "out of memory", 1, "80%"),
-        ((GONE_TOO, died(9, peak_memory_bytes=60)), {}, "killed from outside", 1, ""),
-        *(
-            ((GONE_TOO, died(number, crash=CRASH)), {}, "crash", 1, name)
-            for number, name in ((11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS"), (10, "SIGBUS"))
-        ),
-        ((GONE_TOO, died(11, crash=CRASH)), {}, "crash", 1, 'at File "kv.py", line 4 in view'),
-        ((died(14),), {"by": agent(Code.FORM_FAILED)}, "forming", 1, ""),
-        ((GONE_TOO, died(status=7)), {}, "exited", 1, "status 7"),
-        # Ranks that differ.
-        (
-            (said(WAITING, Code.DESYNC, "step 7: rank 1"), said(HEALTHY, Code.DESYNC, "rank 0: step 7")),
-            DIGEST | {"by": agent(Code.DESYNC)},
-            "desync",
-            1,
-            "ranks differ from step 7 on, in digest (rank 0: aa, rank 1: bb)",
-        ),
-        (
-            (said(WAITING, Code.DESYNC),),  # the odd one of three
-            {"by": None, "difference": Difference(7, "collectives", {0: "8", 1: "9", 2: "9"})},
-            "desync",
-            0,
-            "",
-        ),
-        (
-            (said(WAITING, Code.DESYNC, "sequence 3: 4 forwards"), HEALTHY),
-            {"by": None},
-            "desync",
-            None,
-            "ranks disagree: sequence 3: 4 forwards",
-        ),
-        ((GONE_TOO, HEALTHY), DIGEST, "desync", 1, ""),  # nobody noticed it
-        # Ranks that stood still.
-        (
-            (WAITING, HEALTHY),
-            {"by": STALLED},
-            "stuck",
-            1,
-            "rank 0 waited in the forward of step 7 for 11.0 s for rank 1, which is behind",
-        ),
+        (WAITING, HEALTHY, 1, "waited in the forward of step 7 for 11.0 s for rank 1, which is behind"),
         # The step is queued on both; its device may have done it long ago.
-        ((AHEAD, BESIDE), {"by": STALLED}, "stuck", 1, "step 8"),
+        (AHEAD, BESIDE, 1, "step 8"),
         # If too much is queued already, building the next graph waits for the device.
-        ((BLOCKED, BESIDE), {"by": STALLED}, "stuck", 1, ""),
-        ((WAITING, replace(HEALTHY, steps=(FINISHED, BEGUN))), {"by": STALLED}, "stuck", 1, ""),
-        ((replace(WAITING, steps=(FINISHED, DONE)), BESIDE), {"by": STALLED}, "stuck", 1, ""),
-        ((WAITING, replace(HEALTHY, steps=(FINISHED, DONE))), {"by": STALLED}, "stuck", 0, ""),
-        (
-            (WAITING, BESIDE),
-            {"by": STALLED},
-            "stuck",
-            None,
-            "all ranks stood in the forward of step 7 for 11.0 s",
-        ),
-        (
-            (in_phase(0, "idle", 60), in_phase(1, "loading", 2)),
-            {"by": STALLED},
-            "stuck",
-            1,
-            "rank 1 stood in loading for 68.0 s",
-        ),
-        (
-            (RankRecord(0, recorded=False),),
-            {"by": agent(Code.LINK_TIMEOUT, "did not say hello")},
-            "stuck",
-            None,
-            "did not say hello",
-        ),
-        # Ranks that heard nothing: others notice the end of one that its agent kills at last.
-        ((GONE_TOO, SILENT), {}, "wedged", 1, "5.2 s, SIGTERM included"),
-        ((LOST_AT_RING, SILENT), {}, "wedged", 1, "5.2 s, SIGTERM included"),
-        ((WAITING, replace(HEALTHY, pong_age_s=5.25)), {}, "wedged", 1, "5.2 s"),
-        # Its heart beat: only its main thread could not hear SIGTERM, for want of the other rank.
-        ((replace(WAITING, deaf=True, signal=9, pong_age_s=2.2), SILENT), {}, "wedged", 1, ""),
-        (
-            (GONE_TOO, replace(GONE_TOO, rank=1)),
-            {"by": agent(detail="no route")},
-            "peer lost",
-            None,
-            "no route",
-        ),
-        ((GONE_TOO,), {"elsewhere": {1: "mini"}}, "peer lost", 1, ""),
-        ((), {"by": None}, "peer lost", None, ""),
+        (BLOCKED, BESIDE, 1, ""),
+        (WAITING, replace(HEALTHY, steps=(FINISHED, BEGUN)), 1, ""),
+        (replace(WAITING, steps=(FINISHED, DONE)), BESIDE, 1, ""),
+        (WAITING, replace(HEALTHY, steps=(FINISHED, DONE)), 0, ""),
+        (WAITING, BESIDE, None, "all ranks stood in the forward of step 7 for 11.0 s"),
+        (IDLE, LOADING, 1, "rank 1 stood in loading for 68.0 s"),
     ],
 )
-def test_the_cause_of_an_end(
-    ranks: tuple[RankRecord, ...], known: dict[str, Any], kind: str, rank: int | None, words: str
-) -> None:
-    found = cause(*ranks, **{"by": agent()} | known)
-    assert (found.kind, found.rank) == (kind, rank)
+def test_ranks_that_stood_still(first: RankRecord, second: RankRecord, rank: int | None, words: str) -> None:
+    found = cause(first, second, by=STALLED)
+    assert (found.kind, found.rank) == ("stuck", rank)
     assert words in found.words
-    assert "SIGTERM" not in found.words or "SIGTERM" in words or not words
+
+
+def test_ends_of_which_little_is_known() -> None:
+    lost = cause(GONE_TOO, replace(GONE_TOO, rank=1), by=agent(Code.LINK_LOST, "no route"))
+    assert (lost.kind, lost.rank, "no route" in lost.words) == ("peer lost", None, True)
+    assert cause().kind == "peer lost"
+    elsewhere = cause(GONE_TOO, by=agent(), elsewhere={1: "mini"})
+    assert (elsewhere.kind, elsewhere.rank) == ("peer lost", 1)
+    alarm = cause(died(14), by=agent(Code.FORM_FAILED))
+    assert (alarm.kind, alarm.rank) == ("forming", 1)
+    unrecorded = cause(RankRecord(0, recorded=False), by=agent(Code.LINK_TIMEOUT, "did not say hello"))
+    assert (unrecorded.kind, unrecorded.words) == ("stuck", "did not say hello")
 
 
 def test_a_rank_that_found_no_memory() -> None:

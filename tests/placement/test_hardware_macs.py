@@ -285,6 +285,11 @@ def test_json_that_was_cut_short_leaves_what_other_commands_know() -> None:
     assert without.notes == (f"{words}GPU cores",), "a part that is missing is named alone"
 
 
+def test_a_mac_without_sysctl_counts_its_memory_and_cores_elsewhere() -> None:
+    found = machine(ULTRA, sysctl=LATE)
+    assert (found.memory_bytes, found.cpu_cores) == (512 * GB, 32)
+
+
 def test_far_too_much_is_cut_to_what_the_wire_carries() -> None:
     many = [
         bus | {"receptacle_1_tag": {"receptacle_id_key": str(n)}} for n in range(200) for bus in buses(MAX)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlxtp.cli.main import app
-from mlxtp.diagnostics.failure_store import FOLDER, FailedEpoch, RankEnd, keep, read_recording, recording_file
-from mlxtp.engine.telemetry import STEP, Recorder
+from mlxtp.diagnostics.failure_store import FOLDER, FailedEpoch, RankEnd, keep
 from mlxtp.errors import Code, GroupError, exit_status
+
+from ..diagnostics.test_failure_store import memory
 
 KEY = bytes(range(32))
 HOST = FailedEpoch(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
@@ -28,21 +27,8 @@ HOSTED = FailedEpoch(7, "mini", GroupError("its host knows why"))
 
 def rank(number: int, digests: Sequence[int], key: bytes = KEY, **fields: Any) -> RankEnd:
     """A rank that finished a step with each of these digests and began another."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recording"
-        descriptor, recorder = recording_file(path), Recorder.at(path)
-    try:
-        for seq, digest in enumerate(digests, 1):
-            place = recorder.started(seq, STEP, 2, monotonic())
-            recorder.queued(place, seq, 9 * seq)
-            recorder.finished(place, monotonic(), digest, 5)
-        recorder.started(len(digests) + 1, STEP, 2, monotonic())
-        memory = read_recording(descriptor)
-    finally:
-        os.close(descriptor)
-    status = exit_status(Code.DESYNC)
-    known = {"pid": 1, "status": status, "ended_at": monotonic(), "memory": memory, "key": key}
-    return RankEnd(number, **known | fields)
+    known = {"pid": 1, "status": exit_status(Code.DESYNC), "ended_at": monotonic(), "key": key}
+    return RankEnd(number, memory=memory(*digests, rows=2, fed=5), **known | fields)
 
 
 OURS, THEIRS = range(1, 31), [*range(1, 14), 99, *range(15, 31)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 import typer
 from click.testing import Result
 from rich.console import Console
+from starlette.applications import Starlette
 from typer.testing import CliRunner
 
 from benchmarks.published_models import folder_of
@@ -187,22 +189,26 @@ class Admin(FakeAdmin):
 DESK = Path(__file__).parents[2] / "examples" / "desk.toml"
 
 
-class Agent:
-    """A home whose agent answers, until it is closed."""
+@contextmanager
+def served(application: Starlette, sock: socket.socket, tls: ssl.SSLContext | None = None) -> Iterator[None]:
+    """An application behind a real port."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    serving = serve(application, sock, stop, tls=tls, grace_s=0)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(WAIT_S)
+        loop.close()
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.admin = Admin()
-        self._sock = bind("127.0.0.1", 0)
-        self.url = "http://{}:{}".format(*self._sock.getsockname())
-        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
-        application = create_app(cast(Any, None), admin=self.admin)
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(
-                serve(application, self._sock, self._stop, grace_s=0)
-            )
-        )
-        self._thread.start()
+
+class Agent:
+    """A home whose agent answers."""
+
+    def __init__(self, url: str) -> None:
+        self.home, self.url, self.admin = Path(), url, Admin()
 
     def says(self, what: str, **changes: object) -> Agent:
         """Have it answer so, from now on."""
@@ -213,17 +219,13 @@ class Agent:
     def shown(self, *args: str, width: int = 200) -> str:
         return mlxtp(self.home, *args, width=width).output
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WAIT_S)
-        self._loop.close()
-
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Agent]:
-    agent = Agent(Path())
-    yield agent
-    agent.close()
+    sock = bind("127.0.0.1", 0)
+    agent = Agent("http://{}:{}".format(*sock.getsockname()))
+    with served(create_app(cast(Any, None), admin=agent.admin), sock):
+        yield agent
 
 
 @pytest.fixture

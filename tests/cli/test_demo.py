@@ -7,13 +7,9 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -26,6 +22,7 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.verbs import Status
 
 from ..live_cluster import WAIT_S, Cluster, until
+from .test_cluster import stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -110,29 +107,12 @@ def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> Non
     assert_silent_at_ctrl_c(demo_)
 
 
-@contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """An endpoint that says this once."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve_once() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.recv(65536)
-                sock.sendall(answer)
-
-        thread = threading.Thread(target=serve_once)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread.join(WAIT_S)
-
-
 @pytest.mark.parametrize(
     "answer",
     [b"", b"nonsense\r\n\r\n", HEAD + b"\r\n", HEAD + b'Content-Length: 99\r\n\r\ndata: {"choices": []}\n'],
 )
 def test_an_answer_that_breaks_off(answer: bytes) -> None:
-    with answering(answer) as url, pytest.raises(GroupError, match="the answer broke off"):
+    with stranger(answer) as url, pytest.raises(GroupError, match="the answer broke off"):
         demo.ask(url, "hello", lambda _: None)
     with pytest.raises(GroupError, match=r"the answer broke off: .*refused") as broken:
         demo.ask(url, "hello", lambda _: None)  # the endpoint is gone by now
@@ -146,7 +126,7 @@ def test_the_reader_of_the_output_may_leave() -> None:
     def leave(_: str) -> None:
         raise BrokenPipeError
 
-    with answering(HEAD + b"\r\n" + chunk) as url, pytest.raises(BrokenPipeError):
+    with stranger(HEAD + b"\r\n" + chunk) as url, pytest.raises(BrokenPipeError):
         demo.ask(url, "hello", leave)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pwd
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,12 +22,11 @@ from mlxtp.api.api_keys import FILE, USE_FILE, KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.endpoint import Tls, here_and_now, make, own_tls, tls_of_files
 from mlxtp.api.key_limits import ApiKey, KeyCounts, KeyUse
-from mlxtp.api.server import bind, serve
+from mlxtp.api.server import bind
 from mlxtp.settings import AUDIT_LOG
 
 from ..api.test_admin import KEY
-from ..live_cluster import WAIT_S
-from .test_cluster import Admin, mlxtp, refusal
+from .test_cluster import Admin, mlxtp, refusal, served, stranger
 
 pytestmark = pytest.mark.slow
 
@@ -50,23 +46,13 @@ class Agent(Admin):
 @contextmanager
 def agent(home: Path, tls: Tls | None = None, *, announce: str | None = None) -> Iterator[Agent]:
     """An agent of `home`, which says that it shows the certificate `announce`, by default the one it has."""
-    admin = Agent()
-    sock, loop, stop = bind("127.0.0.1", 0), asyncio.new_event_loop(), asyncio.Event()
-    app = create_app(cast(Any, None), admin=admin)
-    context = tls.context if tls is not None else None
-    serving = serve(app, sock, stop, tls=context, grace_s=0)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
-    scheme = "http" if tls is None else "https"
+    admin, sock = Agent(), bind("127.0.0.1", 0)
+    scheme, context, own = ("https", tls.context, tls.certificate) if tls is not None else ("http", None, "")
     url = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
-    certificate = announce if announce is not None else tls.certificate if tls is not None else ""
-    thread.start()
-    try:
-        with announced(home, url, KEY, certificate):
-            yield admin
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(WAIT_S)
-        loop.close()
+    certificate = announce if announce is not None else own
+    app = create_app(cast(Any, None), admin=admin)
+    with served(app, sock, context), announced(home, url, KEY, certificate):
+        yield admin
 
 
 def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) -> None:
@@ -240,16 +226,8 @@ def test_without_a_certificate_to_compare_with_nothing_is_asked(tmp_path: Path, 
 
 def test_a_plain_program_at_that_port_is_no_agent(tmp_path: Path) -> None:
     certificate = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now()).certificate
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.recv(65536)
-                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with announced(tmp_path, f"https://127.0.0.1:{server.getsockname()[1]}", KEY, certificate):
-            assert "does not answer at https://127.0.0.1" in refusal(tmp_path, "status")
-        thread.join(WAIT_S)
+    with (
+        stranger(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as url,
+        announced(tmp_path, url.replace("http:", "https:"), KEY, certificate),
+    ):
+        assert "does not answer at https://127.0.0.1" in refusal(tmp_path, "status")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import ssl
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -24,7 +22,6 @@ from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import GREEDY, ModelInfo, StoredModelInfo
 from mlxtp.api.endpoint import open_endpoint
-from mlxtp.api.server import serve
 from mlxtp.cli import bench
 from mlxtp.cli.launch import PROGRAMS, Program, Served, Setup, as_shell, changed, output_limit
 from mlxtp.cli.main import app
@@ -33,6 +30,7 @@ from mlxtp.verbs import Status, Verb
 
 from ..api.test_admin import KEY, FakeAdmin
 from ..live_cluster import WAIT_S, until
+from .test_cluster import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -85,7 +83,6 @@ class Agent:
         self.programs.mkdir()
         self.backend, self.admin = Backend(), Admin()
         self._settings = Settings(self.home, "127.0.0.1", 0, 1, "tiny", **settings)
-        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
         self._open = ExitStack()
 
     def __enter__(self) -> Agent:
@@ -93,20 +90,12 @@ class Agent:
         self.url = endpoint.url
         app = create_app(cast(Any, self.backend), admin=self.admin, access=endpoint.access(KEY))
         tls = endpoint.tls.context if endpoint.tls is not None else None
-        thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(
-                serve(app, endpoint.sock, self._stop, tls=tls, grace_s=0)
-            )
-        )
-        thread.start()
-        self._open.callback(thread.join, WAIT_S)
-        self._open.callback(self._loop.call_soon_threadsafe, self._stop.set)
+        self._open.enter_context(served(app, endpoint.sock, tls))
         self._open.enter_context(announced(self.home, endpoint.url, KEY, endpoint.certificate))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._loop.close()
 
     def install(self, name: str = "claude", folder: Path | None = None) -> Path:
         program = (folder or self.programs) / name

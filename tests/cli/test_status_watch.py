@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,13 @@ from typer.testing import CliRunner
 
 from mlxtp.admin.handlers import announced
 from mlxtp.api.app import create_app
-from mlxtp.api.server import bind, serve
+from mlxtp.api.server import bind
 from mlxtp.cli.main import app
 from mlxtp.cli.status import picture
 
 from ..api.test_admin import KEY
-from ..live_cluster import WAIT_S
 from ..pseudo_terminal import CTRL_C, terminal
-from .test_cluster import TWO_REPLICAS
+from .test_cluster import TWO_REPLICAS, served
 
 NODE = {
     "node_id": "ab" * 16, "name": "studio [left]", "state": "alive", "self": True, "coordinator": True,
@@ -142,16 +140,12 @@ class Observed:
 def agent(home: Path, observed: Observed) -> Iterator[None]:
     """The real application behind a real port, which commands find in `home`."""
     sock = bind("127.0.0.1", 0)
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    application = create_app(cast(Any, None), observed=observed)
-    serving = serve(application, sock, stop, grace_s=0)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
-    with announced(home, "http://{}:{}".format(*sock.getsockname()), KEY):
-        thread.start()
+    url, application = (
+        "http://{}:{}".format(*sock.getsockname()),
+        create_app(cast(Any, None), observed=observed),
+    )
+    with announced(home, url, KEY), served(application, sock):
         yield
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(WAIT_S)
-        loop.close()
 
 
 @pytest.mark.slow

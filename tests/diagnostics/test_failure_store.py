@@ -39,17 +39,17 @@ DESYNC = exit_status(Code.DESYNC)
 FAILED = FailedEpoch(7, "studio", GroupError("rank 1 is gone"), ("studio", "mini"))
 
 
-def memory(*digests: int, words: tuple[str, str] | None = None) -> bytes:
+def memory(*digests: int, rows: int = 1, fed: int = 0, words: tuple[str, str] | None = None) -> bytes:
     """Return the memory of a rank's recorder that finished a step for each digest, and began one more."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recording"
         descriptor, recorder = recording_file(path), Recorder.at(path)
     try:
         for seq, digest in enumerate(digests, 1):
-            place = recorder.started(seq, STEP, 1, monotonic())
+            place = recorder.started(seq, STEP, rows, monotonic())
             recorder.queued(place, seq, 9 * seq)
-            recorder.finished(place, monotonic(), digest, digest)
-        recorder.started(len(digests) + 1, STEP, 1, monotonic())
+            recorder.finished(place, monotonic(), digest, fed or digest)
+        recorder.started(len(digests) + 1, STEP, rows, monotonic())
         if words:
             recorder.last_words(*words)
         return read_recording(descriptor)

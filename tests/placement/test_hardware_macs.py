@@ -111,12 +111,8 @@ def test_a_cable_slower_than_thunderbolt_5_carries_no_rdma() -> None:
 
 def test_slow_cables_in_all_ports_say_nothing_about_the_mac() -> None:
     text = recorded(MAX)["system_profiler"]
-    for told, instead in (
-        ("Up to 120", "40"),
-        ('"80 Gb', '"40 Gb'),
-        ("receptacle_no_devices_", "receptacle_"),
-    ):
-        text = text.replace(told, instead)
+    text = text.replace("Up to 120", "40").replace('"80 Gb', '"40 Gb')
+    text = text.replace("receptacle_no_devices_", "receptacle_")
     found = machine(MAX, system_profiler=text)
     assert {port.gbps for port in found.ports} == {40}
     assert found.rdma == "enabled"
@@ -247,18 +243,17 @@ def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not
     found = mac(dict.fromkeys(COMMANDS, LATE))
     assert (found.chip, found.memory_bytes, found.ports, found.interfaces) == ("", 0, (), ())
     assert (found.power, found.rdma) == ("unknown", "unsupported")
-    assert [
-        sentence.partition(": did not answer within 5 s; not known: ")[::2] for sentence in found.notes
-    ] == [
-        ("system_profiler", "model, chip, GPU cores, Thunderbolt cables"),
-        ("rdma_ctl", "whether RDMA is enabled"),
-        ("sysctl", "macOS version, cores, memory"),
-        ("vm_stat", "free memory, wired memory"),
-        ("networksetup", "which interface is which port"),
-        ("networksetup -listnetworkserviceorder", "names of network services"),
-        ("ifconfig", "network interfaces"),
-        ("pmset", "power supply"),
-    ]
+    unknown = dict(note.split(": did not answer within 5 s; not known: ") for note in found.notes)
+    assert unknown == {
+        "system_profiler": "model, chip, GPU cores, Thunderbolt cables",
+        "rdma_ctl": "whether RDMA is enabled",
+        "sysctl": "macOS version, cores, memory",
+        "vm_stat": "free memory, wired memory",
+        "networksetup": "which interface is which port",
+        "networksetup -listnetworkserviceorder": "names of network services",
+        "ifconfig": "network interfaces",
+        "pmset": "power supply",
+    }
     assert over_the_wire(found) == found
 
 
@@ -309,11 +304,9 @@ def test_notes_are_at_most_what_the_wire_carries_and_the_important_ones_come_fir
     everywhere = [
         bus | cabled | {"_items": hub, "receptacle_1_tag": bus["receptacle_1_tag"]} for bus in buses(ULTRA)
     ]
+    cables, bridge = profile(ULTRA, SPThunderboltDataType=everywhere), recorded(MINI)["ifconfig"]
     found = machine(
-        ULTRA,
-        system_profiler=profile(ULTRA, SPThunderboltDataType=everywhere),
-        ifconfig=recorded(MINI)["ifconfig"].replace("192.168", "10.77"),
-        ibv_devinfo="",
+        ULTRA, system_profiler=cables, ifconfig=bridge.replace("192.168", "10.77"), ibv_devinfo=""
     )
     assert len(found.notes) == 16
     assert "bridge0" in found.notes[0]
@@ -333,18 +326,15 @@ def test_a_refresh_with_nothing_new_changes_nothing(name: str) -> None:
 
 
 def test_a_refresh_sees_memory_power_addresses_and_active_ports_change() -> None:
-    before = machine(MAX)
-    after = mac_again(
-        before,
-        cheap(
-            MAX,
-            vm_stat=recorded(MAX)["vm_stat"].replace("5000000.", "1000000."),
-            pmset="Now drawing from 'Battery Power'",
-            ifconfig=recorded(MAX)["ifconfig"].replace("10.10.3.2", "10.10.3.6"),
-            ibv_devinfo=recorded(MAX)["ibv_devinfo"].replace("PORT_ACTIVE", "PORT_DOWN"),
-            sysctl=recorded(MAX)["sysctl"].replace("wired_limit_mb: 0", "wired_limit_mb: 102400"),
-        ),
-    )
+    before, said = machine(MAX), recorded(MAX)
+    changes = {
+        "vm_stat": said["vm_stat"].replace("5000000.", "1000000."),
+        "pmset": "Now drawing from 'Battery Power'",
+        "ifconfig": said["ifconfig"].replace("10.10.3.2", "10.10.3.6"),
+        "ibv_devinfo": said["ibv_devinfo"].replace("PORT_ACTIVE", "PORT_DOWN"),
+        "sysctl": said["sysctl"].replace("wired_limit_mb: 0", "wired_limit_mb: 102400"),
+    }
+    after = mac_again(before, cheap(MAX, **changes))
     assert before.free_bytes - after.free_bytes == 4_000_000 * 16384
     assert (after.power, after.gpu_bytes) == ("battery", 100 * GB)
     assert after.interfaces[-1] == replace(before.interfaces[-1], address="10.10.3.6")

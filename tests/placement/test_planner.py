@@ -21,6 +21,7 @@ from mlxtp.placement.cost_model import (
     RING_ETHERNET,
     RING_LOOPBACK,
     RING_THUNDERBOLT,
+    WORKLOADS,
     RankHardware,
     Workload,
     speed,
@@ -205,6 +206,8 @@ def test_prompts_want_arithmetic_and_answers_want_memory(workload: Workload, cho
 
 
 def test_many_at_once_share_the_reading_of_weights() -> None:
+    assert str(WORKLOADS["batch"]) == "1,000 tokens in, 250 out, 16 at once"
+    assert str(WORKLOADS["agent"]) == "30,000 tokens in (27,000 cached), 300 out"
     model, macs = shape(), [RankHardware("a", chip("Apple M3 Ultra"))]
     one = speed(model, macs, ALONE)
     for at_once in (2, 8):

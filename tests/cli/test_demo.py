@@ -31,7 +31,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["/usr/bin/mlxtp"], "\n  mlxtp status \\\n"), (["{}/.venv/bin/mlxtp"], "\n  .venv/bin/mlxtp status")],
+    [(["-m"], "\n  mlxtp status \\\n"), (["{}/.venv/bin/mlxtp"], "\n  .venv/bin/mlxtp status")],
 )
 def test_who_serves_says_where_other_commands_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str

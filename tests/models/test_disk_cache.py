@@ -132,10 +132,12 @@ def test_a_model_is_cleared_and_the_account_follows(tmp_path: Path) -> None:
 def test_the_folder_of_a_layout_goes_unless_a_rank_may_write_there(tmp_path: Path) -> None:
     one, other = layout(tmp_path, "a", HUB), layout(tmp_path, "b", "/models/plain", sizes=())
     (layout(tmp_path, "c", HUB) / "inner").mkdir()
+    layout(tmp_path, "d", "/models/another", sizes=(5,))
     clear(tmp_path, "org/some--model", agent_runs=True)
     assert (one / "about.json").exists()
     clear(tmp_path, "org/some--model", agent_runs=False)
-    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["b", "c"]
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["b", "c", "d"]
+    assert used(tmp_path) == 5, "counted without an account"
     assert (tmp_path / "c" / "about.json").exists(), "something else is in there"
     clear(tmp_path, agent_runs=False)
     assert not other.exists()

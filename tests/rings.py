@@ -184,7 +184,7 @@ SLOW = (
     "groups/test_forwarding.py::test_between_two_groups_of_the_other_agent_its_link_stays",
     "groups/test_on_request.py::test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recovers",
     "groups/test_selection_desired_model.py::test_the_hub_is_asked_once_for_one_serve",
-    "placement/test_model_shape.py::test_a_model_that_cannot_be_cut_says_why",
+    "placement/test_model_shape.py::test_families_that_cannot_be_divided_stay_whole",
     "placement/test_planner.py::test_no_way_among_four_macs_is_faster",
     "placement/test_planner_properties.py",
     "repository/test_docs.py",

@@ -290,7 +290,15 @@ def test_one_deployment_alone_gets_the_planners_choice_among_all(
     macs: list[MemberMachine], model: ModelShape, nodes: str | int, parallel: str
 ) -> None:
     row = wanted("m", model, nodes, parallel=parallel)
-    best = plan([replace(m, lack="") for m in macs], model, "", row.options)
+    held = (
+        sum(m.held_bytes for m in macs) if Topology(macs).is_one_machine else None
+    )  # all free the same memory
+    best = plan(
+        [replace(m, lack="", held_bytes=m.held_bytes if held is None else held) for m in macs],
+        model,
+        "",
+        row.options,
+    )
     only = place(PlaceView(macs, [row])).assignments[0]
     assert only.ranks == best.ranks
     if best.chosen is not None:

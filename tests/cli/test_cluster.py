@@ -220,11 +220,17 @@ class Agent:
         return mlxtp(self.home, *args, width=width).output
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Agent]:
+@contextmanager
+def answering() -> Iterator[Agent]:
     sock = bind("127.0.0.1", 0)
     agent = Agent("http://{}:{}".format(*sock.getsockname()))
     with served(create_app(cast(Any, None), admin=agent.admin), sock):
+        yield agent
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Agent]:
+    with answering() as agent:
         yield agent
 
 

@@ -32,7 +32,7 @@ from mlxtp.settings import AUDIT_LOG
 from mlxtp.verbs import StartDrain, Verb
 
 from ..api.test_admin import KEY
-from ..cli.test_cluster import Agent
+from ..cli.test_cluster import Agent, answering
 from ..live_cluster import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -135,10 +135,8 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac:
 def agent(mac: Mac) -> Iterator[Agent]:
     """One that answers for the service's home."""
     mac.home.mkdir()
-    found = Agent(mac.home)
-    with announced(mac.home, found.url, KEY, ""):
+    with answering() as found, announced(mac.home, found.url, KEY, ""):
         yield found
-    found.close()
 
 
 def refusal(result: Result) -> str:

@@ -458,7 +458,6 @@ _OTHERWISE: dict[type[msg.Message], dict[str, st.SearchStrategy[Any]]] = {
         "backend": _short,
         "context": _u32,
         "vocabulary": _u32,
-        "split": _short,
     },
     msg.SessionStop: {"reason": st.sampled_from(("stop", "length", "cancel", "preempt", "error"))},
     msg.Spill: {"digest": _digest},

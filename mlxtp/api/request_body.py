@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -307,8 +308,12 @@ class Body:
                     break
         if size > limit:
             raise RequestError(f"the body is larger than {limit} bytes", status=413)
-        self.size, self._data = size, b"".join(self._parts)
+        data = b"".join(self._parts)
         self._parts.clear()
+        if refused is None and (encoding := request.headers.get("content-encoding", "").lower()):
+            data = decoded(data, encoding, limit)
+        self.size = size = max(size, len(data))
+        self._data = data
         plain = self._data.isascii() and b"\\u" not in self._data
         if refused is None and not self._take(size if plain else WIDE * size):
             refused = self.late or RequestError(
@@ -316,6 +321,25 @@ class Body:
             )
         if refused is not None:
             raise refused
+
+
+def decoded(data: bytes, encoding: str, limit: int) -> bytes:
+    """Return a compressed body. Raises RequestError: 415 for another encoding, 413 for more than `limit`."""
+    if encoding == "identity":
+        return data
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        words = f"content-encoding {shown(encoding)} is not read; send the body plain, or as gzip or deflate"
+        raise RequestError(words, Code.NOT_SUPPORTED, status=415)
+    stream = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # it knows both by their first bytes
+    try:
+        found = stream.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise RequestError(f"the body is not {encoding}, as its content-encoding says: {error}") from None
+    if len(found) > limit:
+        raise RequestError(f"the body is larger than {limit} bytes", status=413)
+    if not stream.eof:
+        raise RequestError(f"the body ends in the middle of its {encoding} stream")
+    return found
 
 
 class Bodies:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,17 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.messages import Generate
 
 from ..reference import conversation_ids
-from .conftest import BYTE_FALLBACK, ROOM, SECOND, SECOND_VOCABULARY, WAIT_S, FakeAnswer, Loaded, Server
+from .conftest import (
+    BYTE_FALLBACK,
+    MAX_BODY_BYTES,
+    ROOM,
+    SECOND,
+    SECOND_VOCABULARY,
+    WAIT_S,
+    FakeAnswer,
+    Loaded,
+    Server,
+)
 from .test_app_mutated_bodies import ANSWERED, BODIES, OPERATIONS
 
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -48,8 +60,9 @@ def post(server: Server, path: str, body: dict[str, Any], **headers: str) -> htt
     return httpx.post(server.url + path, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
 
 
-def send(server: Server, path: str, content: bytes) -> httpx.Response:
-    return httpx.post(server.url + path, content=content, timeout=WAIT_S, trust_env=False)
+def send(server: Server, path: str, content: bytes, encoding: str = "") -> httpx.Response:
+    headers = {"content-encoding": encoding} if encoding else {}
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=WAIT_S, trust_env=False)
 
 
 def words_of(refused: httpx.Response) -> str:
@@ -169,6 +182,33 @@ def test_what_is_not_utf_8_is_called_so(server: Server, path: str) -> None:
         refused = send(server, path, body)
         what = f"the body is not UTF-8: byte {body.index(odd)} is 0x{odd[0]:02x}"
         assert (refused.status_code, words_of(refused)) == (400, what)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_compressed_body_is_read_within_the_limit(roomy: Server, path: str) -> None:
+    body = json.dumps(plain(path)).encode()
+
+    def sent(data: bytes, encoding: str) -> tuple[int, str]:
+        found = send(roomy, path, data, encoding)
+        return found.status_code, "" if found.status_code == 200 else words_of(found)
+
+    for data, encoding in (
+        (gzip.compress(body), "gzip"),
+        (zlib.compress(body), "Deflate"),
+        (body, "identity"),
+    ):
+        assert sent(data, encoding) == (200, "")
+    status, words = sent(body, "zstd")
+    assert (status, words) == (
+        415,
+        'content-encoding "zstd" is not read; send the body plain, or as gzip or deflate',
+    )
+    status, words = sent(body, "gzip")
+    assert status == 400
+    assert words.startswith("the body is not gzip, as its content-encoding says: ")
+    assert sent(gzip.compress(body)[:-9], "gzip") == (400, "the body ends in the middle of its gzip stream")
+    large = sent(gzip.compress(b" " * (MAX_BODY_BYTES + 1)), "gzip")
+    assert large == (413, f"the body is larger than {MAX_BODY_BYTES} bytes")
 
 
 @pytest.mark.parametrize("path", ANSWERED)

@@ -19,6 +19,7 @@ from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from ..text.conversation import GenerationRequest
 from ..text.tokenizer import Name
 from ..text.transcript import AnswerEvent, WholeAnswer
+from .backend import Sampling
 from .catalog import TooLong
 
 # --- operations, and /openapi.json ------------------------------------------------------------------------
@@ -122,6 +123,8 @@ class About:
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt; 0 until
     the model is loaded. `prompts`: the text of each prompt to continue. `names` maps a token to its text when
     shown alone, and its bytes. `group` is the id of the group that began the answer; empty where unknown.
+    `sampling` is what tokens are drawn with, `loaded_ns` the time that the model took to load; both as far
+    as they are known.
     """
 
     id: str
@@ -132,6 +135,8 @@ class About:
     names: Callable[[int], Name]
     ask: GenerationRequest
     group: str = ""
+    sampling: Sampling | None = None
+    loaded_ns: int = 1
 
     @property
     def choices(self) -> int:

@@ -211,7 +211,8 @@ def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
     """Return a 404 that lists the available models, if there are any."""
     available, full = ", ".join(known), stands_for(name)
     return RequestError(
-        f"the model {shown(name)} does not exist here"
+        # clients of Ollama look for the first words, others for the last
+        f"the model {shown(name)} was not found: it does not exist here"
         + (f"; it stands for {full}, which `mlxtp serve {full}` serves" if full else "")
         + (f"; available: {available}" if available else ""),
         Code.MODEL_NOT_FOUND,

@@ -223,7 +223,9 @@ class Generation:
         if not lease.come:
             arrived = time.monotonic()
             await _come(lease)
-            ask = replace(ask, options=_left(ask.options, time.monotonic() - arrived))
+            waited_s = time.monotonic() - arrived
+            about.loaded_ns = int(waited_s * 1e9)
+            ask = replace(ask, options=_left(ask.options, waited_s))
         about.ask = ask = replace(ask, model=lease.model or ask.model)
         job = await self._job(about, body, client, sharer)
         body.release()
@@ -260,7 +262,7 @@ class Generation:
         ask, options = about.ask, about.ask.options
         model, text = await self.catalog.loaded(ask.model)
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
-        sampling = settings.sampling(options, model.defaults, seed)
+        about.sampling = sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)
 
         def write() -> tuple[Guidance, Shaping, WrittenPrompts]:
@@ -276,7 +278,8 @@ class Generation:
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
-        settings.check_min_tokens(shaping.min_tokens, min(budgets))
+        settings.check_min_tokens(shaping.min_tokens, options.max_tokens)
+        shaping = replace(shaping, min_tokens=min(shaping.min_tokens, *budgets))
         if self._backend.text(model.id) is not text:  # the model was loaded again, or is gone
             raise self.catalog.not_ready(model.id)
         requests: list[Generate] = []

@@ -176,8 +176,8 @@ def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    if min_tokens > max_tokens:
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and min_tokens > max_tokens:
         words = f"min_tokens {min_tokens} is more than the answer may have: from 0 to {max_tokens}"
         raise RequestError(words, param="min_tokens")
 
@@ -295,6 +295,10 @@ def _grammar(format_: Mapping[str, Any] | None, separators: Separators) -> tuple
         case {"type": "grammar" | "lark"}:
             raise _incomplete("grammar", "a Lark grammar (a string)", format_)
         case {"type": "json_object", "schema": dict(schema)}:  # as some clients spell json_schema
+            pass
+        case {"type": "json_object" | "json", "value": dict(schema)}:  # as TGI's clients do
+            pass
+        case {"type": "json_schema", "value": {"schema": dict(schema)}}:
             pass
         case {"type": "json_object"}:
             schema = {"type": "object"}

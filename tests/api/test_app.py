@@ -97,7 +97,11 @@ def test_a_whole_answer(server: Server) -> None:
         "completion_tokens": answered,
         "total_tokens": prompt + answered,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+            "reasoning_tokens": 0,
+        },
     }
 
 
@@ -176,7 +180,8 @@ def test_what_cannot_fit_by_far_is_refused_without_tokenizing_it(
 def test_the_models_that_can_be_served(server: Server) -> None:
     [model] = server.client.models.list().data
     room = {"context_length": CONTEXT, "max_model_len": CONTEXT, "supported_features": []}
-    row = {"id": "org/tiny", "object": "model", "created": 1234, "owned_by": "mlxtp", **room}
+    name = {"id": "org/tiny", "root": "org/tiny"}
+    row = {**name, "object": "model", "created": 1234, "owned_by": "mlxtp", **room}
     assert row.items() <= model.model_dump().items()
     read(Model, json.dumps(row))
     for name in ("org/tiny", "tiny", "default"):

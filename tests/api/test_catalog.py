@@ -25,7 +25,7 @@ def test_an_unknown_model_is_a_404_that_says_what_there_is() -> None:
     assert catalog.find_model("gpt-9", [info()]) is None
     assert catalog.find_model("default", []) is None
     error = catalog.unknown_model("gpt-9", ["org/tiny", "tiny"])
-    assert error.detail.endswith('"gpt-9" does not exist here; available: org/tiny, tiny')
+    assert error.detail.endswith('"gpt-9" was not found: it does not exist here; available: org/tiny, tiny')
     assert (error.status, error.code) == (404, Code.MODEL_NOT_FOUND)
 
 

@@ -67,6 +67,12 @@ def test_a_format_becomes_a_grammar(text: Text, format_: Any, grammar: tuple[str
     [
         ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_object", "schema": SCHEMA}, {**SCHEMA, "additionalProperties": False}),
+        ({"type": "json_object", "value": SCHEMA}, {**SCHEMA, "additionalProperties": False}),
+        ({"type": "json", "value": SCHEMA}, {**SCHEMA, "additionalProperties": False}),
+        (
+            {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}},
+            {**SCHEMA, "additionalProperties": False},
+        ),
         (
             {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
             {**SCHEMA, "additionalProperties": False},

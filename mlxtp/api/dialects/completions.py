@@ -15,6 +15,7 @@ from starlette.responses import Response
 from ...errors import Code, RequestError
 from ...text.conversation import GenerationOptions, GenerationRequest, Prompt
 from ...text.json_limits import integral
+from ...text.tokenizer import Name
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
@@ -129,14 +130,21 @@ class Logprobs:
         tokens, own, top, offsets = [], [], [], []
         names = self._about.names
         for token, score in scores:
-            name, bytes_ = names(token)
-            others = {names(other)[0]: bounded(logprob) for other, logprob in reversed(score.top)}
+            name, bytes_ = _distinct(*names(token))
+            others = {_distinct(*names(other))[0]: bounded(logprob) for other, logprob in reversed(score.top)}
             tokens.append(name)
             own.append(bounded(score.logprob))
             top.append(others | {name: own[-1]})
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+
+def _distinct(name: str, bytes_: tuple[int, ...] | None) -> Name:
+    """Return a token with a name of its own: as OpenAI does, bytes that are no text are written out."""
+    if bytes_ is None or "\ufffd" not in name:
+        return name, bytes_
+    return "bytes:" + "".join(f"\\x{each:02x}" for each in bytes_), bytes_
 
 
 def _choice(index: int, text: str, scores: Json | None, reason: str | None) -> Json:
@@ -162,8 +170,8 @@ class CompletionWriter(SseWriter):
             case ContentDelta(choice, text, scores):
                 known = self._logprobs[choice].of(scores) if scores else None
                 return self._chunk(choice, text, known) if text or scores else b""
-            case Finish(choice, reason, end):
-                self.ends[choice] = end
+            case Finish(choice, reason):
+                self.ends[choice] = event
                 return self._chunk(choice, "", reason=reason)
             case _:  # a continued prompt has neither thoughts nor calls
                 return b""
@@ -231,7 +239,7 @@ class Completions(Adapter):
             scores = Logprobs(about).of(whole.scores) if about.ask.options.logprobs >= 0 else None
             text = _echo(about, index) + whole.text
             choices.append(_choice(index, text, scores, whole.finish.reason))
-        counts = usage(about, [whole.finish.end for whole in wholes])
+        counts = usage(about, [whole.finish for whole in wholes])
         return head(about, "cmpl", "text_completion") | {"choices": choices, "usage": counts}
 
     def writer(self, about: About) -> CompletionWriter:

@@ -140,7 +140,7 @@ def _counts(about: About, finish: Finish) -> Json:
         "done": True,
         "done_reason": "length" if finish.reason == "length" else "stop",
         "total_duration": max(now_ns - arrived_ns, 1),
-        "load_duration": 0,
+        "load_duration": about.loaded_ns,
         "prompt_eval_count": about.prompt_tokens[0],
         "prompt_eval_duration": max(began_ns - arrived_ns, 1),
         "eval_count": finish.end.generated,

@@ -28,7 +28,7 @@ from ...text.transcript import (
     WholeAnswer,
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_body_of
-from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
+from ..backend import Health, ModelInfo, StoredModelInfo
 from ..generation import Adapter, Generation, Handler
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, not_supported, parsed, shown
 from ..streaming import COMMENT
@@ -124,6 +124,9 @@ class PromptBody(OpenAIBody):
 
     @property
     def include_usage(self) -> bool:
+        """Raises RequestError for options of a stream that is not asked for."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream true", param="stream_options")
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -306,9 +309,10 @@ Names = Callable[[int], Name]
 LEAST_LOGPROB = -9999.0  # OpenAI's value for next to impossible tokens; JSON has no minus infinity
 
 
-def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
+def usage(about: About, finishes: Sequence[Finish]) -> Json:
     """Return the usage of all answers. A prompt token is cached only if no answer had to compute it."""
     prompt, n = sum(about.prompt_tokens), about.ask.options.n
+    ends = [finish.end for finish in finishes]
     completion = sum(end.generated for end in ends)
     accepted = sum(end.accepted for end in ends)
     cached = sum(min(end.cached for end in ends[first : first + n]) for first in range(0, len(ends), n))
@@ -320,6 +324,7 @@ def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(end.drafted for end in ends) - accepted,
+            "reasoning_tokens": sum(finish.thought for finish in finishes),
         },
     }
 
@@ -336,7 +341,7 @@ def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collect
         }
         for index, whole in enumerate(wholes)
     ]
-    counts = usage(about, [whole.finish.end for whole in wholes])
+    counts = usage(about, [whole.finish for whole in wholes])
     return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts}
 
 
@@ -393,7 +398,7 @@ class SseWriter(AnswerWriter):
     def __init__(self, about: About, prefix: str, object_: str, include_usage: bool) -> None:
         self.about = about
         self.head = head(about, prefix, object_)
-        self.ends: dict[int, StreamEnd] = {}  # of the choices that have ended
+        self.ends: dict[int, Finish] = {}  # of the choices that have ended
         self.no_usage: Json = {"usage": None} if include_usage else {}  # of all chunks but the last one
 
     def open(self) -> bytes:
@@ -451,8 +456,8 @@ class ChunkWriter(SseWriter):
                 return self._chunk(index, b'{"reasoning_content":%b}' % compact(text))
             case CallBegan() | CallArguments():
                 return self._call(event)
-            case Finish(reason=reason, end=end):
-                self.ends[index] = end
+            case Finish(reason=reason):
+                self.ends[index] = event
                 return self._chunk(index, b"{}", reason=compact(reason))
 
     def _call(self, event: CallBegan | CallArguments) -> bytes:
@@ -489,6 +494,7 @@ def model_body(model: ModelInfo | StoredModelInfo) -> Json:
         "object": "model",
         "created": model.created,
         "owned_by": "mlxtp",
+        "root": model.id,
         "context_length": model.context,
         "max_model_len": model.context,
     } | known

@@ -386,7 +386,7 @@ def response_body(
 ) -> Json:
     """Return the response with this status: "in_progress", "completed", "incomplete" or "failed"."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
-    request, settings = wanted.request, about.ask.options.settings
+    request, settings, used = wanted.request, about.ask.options.settings, about.sampling
     reasoning = request.reasoning
     return {
         "id": f"resp_{about.id}",
@@ -412,7 +412,7 @@ def response_body(
         "safety_identifier": _text(request.safety_identifier),
         "service_tier": "default",
         "store": request.kept,
-        "temperature": settings.get("temperature"),
+        "temperature": settings.get("temperature", 1.0 if used is None else used.temperature),
         "text": {
             "format": wanted.format,
             "verbosity": (request.text and request.text.verbosity) or "medium",
@@ -420,7 +420,9 @@ def response_body(
         "tool_choice": wanted.tool_choice,
         "tools": wanted.repeated_tools,
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": settings.get("top_p"),
+        "top_p": settings.get("top_p", 1.0 if used is None else used.top_p),
+        "presence_penalty": settings.get("presence_penalty", 0.0),
+        "frequency_penalty": settings.get("frequency_penalty", 0.0),
         "truncation": request.truncation or "disabled",
         "usage": None if finish is None else _usage(about, finish),
         "user": _text(request.user),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +13,9 @@ import pytest
 from openai.types import Completion
 
 from mlxtp.api.backend import Sampling
+from mlxtp.api.dialects.completions import Logprobs
 from mlxtp.errors import GroupError
+from mlxtp.text.conversation import TokenScore
 
 from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then
 from ..test_app import assert_error, data_of, fail_with
@@ -163,9 +166,18 @@ def test_logprobs_in_the_older_shape(server: Server, top: int, step: int) -> Non
         assert others[name] == own
     ends = [*found.text_offset[1:], len(TEXT)]
     for name, start, end in zip(found.tokens, found.text_offset, ends, strict=True):
-        if "�" not in name:
+        if not name.startswith("bytes:"):
             assert TEXT[start:end] == name
     assert streamed(server, logprobs=top)[0]["logprobs"] == found.model_dump()
+
+
+def test_bytes_that_are_no_text_have_a_name_each() -> None:
+    names = {5: ("\ufffd", (0xE2,)), 6: ("\ufffd", (0x82, 0x0A)), 7: ("hi", (0x68, 0x69)), 8: ("</s>", None)}
+    about: Any = SimpleNamespace(names=names.__getitem__)
+    found = Logprobs(about).of([(5, TokenScore(-1.0, ((5, -1.0), (6, -2.0), (7, -3.0), (8, -4.0))))])
+    own = "bytes:\\xe2"
+    assert found["tokens"] == [own]
+    assert found["top_logprobs"] == [{own: -1.0, "bytes:\\x82\\x0a": -2.0, "hi": -3.0, "</s>": -4.0}]
 
 
 def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:

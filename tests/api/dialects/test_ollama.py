@@ -216,7 +216,7 @@ def test_durations_are_measured(thinker: Server, stream: bool) -> None:
     assert last["eval_duration"] >= between_s * 0.99e9
     assert last["prompt_eval_duration"] + last["eval_duration"] == last["total_duration"]
     assert last["total_duration"] <= took_ns
-    assert last["load_duration"] == 0
+    assert last["load_duration"] == 1, "it was loaded before"
 
 
 def test_messages_without_content_and_roles_in_capitals(thinker: Server) -> None:
@@ -431,7 +431,7 @@ def test_a_model_that_does_not_think_says_so(server: Server) -> None:
         assert refused.value.status_code == 400
     server.backend.script = says([1])
     assert client.chat(model="tiny", messages=HELLO, think=False).done
-    with pytest.raises(ollama.ResponseError, match="does not exist"):
+    with pytest.raises(ollama.ResponseError, match="not found"):
         client.chat(model="other", messages=HELLO, think=True)
 
 

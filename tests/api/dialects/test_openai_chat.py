@@ -14,7 +14,7 @@ from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.api.sampling import choice_seed
 from mlxtp.errors import Code, GroupError, RequestError
 
-from ..conftest import WAIT_S, Server, forever, says, says_scored, score, then
+from ..conftest import CONTEXT, WAIT_S, Server, forever, says, says_scored, score, then
 from ..test_app import (
     HELLO,
     ask,
@@ -82,6 +82,13 @@ def test_sampling_and_shaping_reach_the_backend(server: Server) -> None:
     assert (request.max_tokens, request.logprobs, request.ignore_eos) == (20, 4, True)
 
 
+def test_least_tokens_are_cut_to_what_fits_as_most_are(server: Server) -> None:
+    server.backend.script = says([1])
+    create(server, extra_body={"min_tokens": 10 * CONTEXT})
+    request = server.backend.request
+    assert request.shaping.min_tokens == request.max_tokens == CONTEXT - len(request.tokens)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "named"),
     [
@@ -89,6 +96,7 @@ def test_sampling_and_shaping_reach_the_backend(server: Server) -> None:
         ({"logit_bias": {"340": 1}}, "logit_bias", "from 0 to 339"),
         ({"stop": ["x"] * 17}, "stop", "17 strings"),
         ({"min_tokens": 11, "max_tokens": 10}, "min_tokens", "from 0 to 10"),
+        ({"stream_options": {}, "stream": False}, "stream_options", "needs stream true"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "JSON schema"),
         ({"tool_choice": "required"}, "tool_choice", "no tools to call"),
     ],
@@ -155,7 +163,8 @@ def test_an_answer_ends_before_the_stop_string(server: Server, step: int) -> Non
 def test_a_stop_string_ends_the_answer_at_once(server: Server, stream: bool) -> None:
     """The script waits for ever behind the stop string: only closing it lets the client have its answer."""
     server.backend.script = then(server.ids("hello wide world,"), forever)
-    response = post(server, ask(stop="wide", stream=stream, stream_options={"include_usage": True}))
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    response = post(server, ask(stop="wide", stream=stream, **more))
     if stream:
         *_, last, trailer = chunks_of(response)
         assert last["choices"][0]["finish_reason"] == "stop"

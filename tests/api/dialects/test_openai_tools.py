@@ -157,8 +157,13 @@ def test_a_stream_shows_a_call_that_the_budget_cut_up_to_there(server: Server) -
 
 def test_thoughts_are_told_apart(thinker: Server) -> None:
     answers_with(thinker, "<think>hm</think>hello")
-    message = create(thinker).choices[0].message
+    answer = create(thinker)
+    message = answer.choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", "hello")
+    thought = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < answer.usage.completion_tokens
+    *_, trailer = create(thinker, stream=True, stream_options={"include_usage": True})
+    assert trailer.usage.completion_tokens_details.reasoning_tokens == thought
     deltas = [chunk.choices[0].delta for chunk in create(thinker, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
     assert "".join(delta.content or "" for delta in deltas) == "hello"

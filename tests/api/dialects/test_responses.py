@@ -159,6 +159,18 @@ def test_a_whole_answer(server: Server) -> None:
     assert create(server).output_text == TEXT
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_a_request_leaves_out_are_the_used_ones(server: Server, stream: bool) -> None:
+    server.backend.defaults = Sampling(temperature=0.7, top_p=0.8)
+    server.backend.script = says([*server.ids("hello"), 1])
+    found = create(server, stream=stream)
+    response = [*found][-1].response if stream else found
+    assert (response.temperature, response.top_p) == (0.7, 0.8)
+    assert (response.presence_penalty, response.frequency_penalty) == (0, 0)
+    response = create(server, temperature=0.5, extra_body={"presence_penalty": 1.5})
+    assert (response.temperature, response.presence_penalty) == (0.5, 1.5)
+
+
 def test_settings_reach_the_backend(server: Server) -> None:
     response = create(
         server, temperature=0.5, top_p=0.9, max_output_tokens=20, top_logprobs=4, safety_identifier="me",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 import zlib
 from collections import Counter
@@ -24,6 +25,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.requests import Request
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 from ..errors import Code, RequestError
 from ..text.json_limits import SHORT, check_extent, integral
@@ -327,13 +333,14 @@ def decoded(data: bytes, encoding: str, limit: int) -> bytes:
     """Return a compressed body. Raises RequestError: 415 for another encoding, 413 for more than `limit`."""
     if encoding == "identity":
         return data
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        words = f"content-encoding {shown(encoding)} is not read; send the body plain, or as gzip or deflate"
+    if encoding not in ("gzip", "x-gzip", "deflate", "zstd"):
+        words = f"content-encoding {shown(encoding)} is not read; send plain JSON, or gzip, deflate or zstd"
         raise RequestError(words, Code.NOT_SUPPORTED, status=415)
-    stream = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # it knows both by their first bytes
+    # zlib knows gzip and deflate by their first bytes
+    stream = zstd.ZstdDecompressor() if encoding == "zstd" else zlib.decompressobj(32 + zlib.MAX_WBITS)
     try:
         found = stream.decompress(data, limit + 1)
-    except zlib.error as error:
+    except (zlib.error, zstd.ZstdError) as error:
         raise RequestError(f"the body is not {encoding}, as its content-encoding says: {error}") from None
     if len(found) > limit:
         raise RequestError(f"the body is larger than {limit} bytes", status=413)

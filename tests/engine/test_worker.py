@@ -6,11 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from mlxtp.engine.telemetry import LEAST_PATIENCE_S, RankTelemetry
+from mlxtp.engine import worker
+from mlxtp.engine.telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
 from mlxtp.wire.rank_process import PATIENCE_S
 
@@ -197,3 +199,17 @@ def test_a_main_thread_has_ten_seconds_or_four_forwards_to_come_back_and_little_
     assert of("loading", weights=0) == pytest.approx(PATIENCE_S, abs=1)
     assert of("decode", stood_s=10) == of("loading", stood_s=60) == LEAST_PATIENCE_S
     assert of("starting", weights=0) == of("forming", weights=0) == LEAST_PATIENCE_S
+
+
+def test_a_sigterm_that_comes_just_before_a_wait_ends_it(tmp_path: Path) -> None:
+    """Its handler has run by then, as far as the lock below the wait knows."""
+    process = worker.RankProcessLinks(0, 1, tmp_path, cast("Any", None), RankTelemetry(Recorder()))
+    process._leaving.set()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        process.end_when_wedged()
+        signal.raise_signal(signal.SIGTERM)
+        assert process.mail.wait(WAIT_S)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)

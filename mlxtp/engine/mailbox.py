@@ -18,7 +18,7 @@ from ..wire.session import Received
 AGENT = -1  # this rank's own agent; senders from 0 on are ranks
 COMPILER = -2  # sends compiled grammars
 DISK = -3  # sends results of disk reads and writes
-NOBODY = -4  # its messages only wake who waits
+SIGNALS = -4  # messages that only wake a thread that waits
 LEADER = 0  # rank 0, whose frames the other ranks execute
 
 

@@ -31,7 +31,7 @@ from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange
-from .mailbox import AGENT, DISK, LEADER, NOBODY, KeepWarm, Mailbox, Terminated, read_in_background
+from .mailbox import AGENT, DISK, LEADER, SIGNALS, KeepWarm, Mailbox, Terminated, read_in_background
 from .mlx_compat import code_of, import_mlx_lm
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 
@@ -176,7 +176,8 @@ class RankProcessLinks:
         def wait() -> None:
             while heard.recv(1) != bytes([signal.SIGTERM]):
                 pass
-            self.mail.post(NOBODY, None)  # the signal may have come just before the main thread began to wait
+            # The signal may have come just before the main thread began to wait.
+            self.mail.post(SIGNALS, None)
             if not self._leaving.wait(self.status.patience_s()):
                 os._exit(self._exit_status or WEDGED_STATUS)
 

@@ -224,7 +224,7 @@ class Generation:
             arrived = time.monotonic()
             await _come(lease)
             waited_s = time.monotonic() - arrived
-            about.loaded_ns = int(waited_s * 1e9)
+            about.loaded_ns = max(int(waited_s * 1e9), 1)
             ask = replace(ask, options=_left(ask.options, waited_s))
         about.ask = ask = replace(ask, model=lease.model or ask.model)
         job = await self._job(about, body, client, sharer)

@@ -217,6 +217,7 @@ SHARE = 7 / 8  # most that one client's bodies may take of the room left by othe
 #: Bytes a second. A slower body is dropped when another one needs its room.
 LEAST_RATE = 64 * 1024
 RATE_S = 2.0  # longest silence, in seconds, before a body counts as slow
+MAX_WINDOW = 23  # log2 of the bytes that zstd may look back, as RFC 9659 bounds them for HTTP
 WIDE = 4  # most bytes that Python needs for a character of a text that is not ASCII
 
 
@@ -336,8 +337,13 @@ def decoded(data: bytes, encoding: str, limit: int) -> bytes:
     if encoding not in ("gzip", "x-gzip", "deflate", "zstd"):
         words = f"content-encoding {shown(encoding)} is not read; send plain JSON, or gzip, deflate or zstd"
         raise RequestError(words, Code.NOT_SUPPORTED, status=415)
+    window: dict[int, int] = {zstd.DecompressionParameter.window_log_max: MAX_WINDOW}
     # zlib knows gzip and deflate by their first bytes
-    stream = zstd.ZstdDecompressor() if encoding == "zstd" else zlib.decompressobj(32 + zlib.MAX_WBITS)
+    stream = (
+        zstd.ZstdDecompressor(options=window)
+        if encoding == "zstd"
+        else zlib.decompressobj(32 + zlib.MAX_WBITS)
+    )
     try:
         found = stream.decompress(data, limit + 1)
     except (zlib.error, zstd.ZstdError) as error:
@@ -346,6 +352,8 @@ def decoded(data: bytes, encoding: str, limit: int) -> bytes:
         raise RequestError(f"the body is larger than {limit} bytes", status=413)
     if not stream.eof:
         raise RequestError(f"the body ends in the middle of its {encoding} stream")
+    if stream.unused_data:
+        raise RequestError(f"the body has {len(stream.unused_data)} bytes more after its {encoding} stream")
     return found
 
 

@@ -87,10 +87,8 @@ class JointView:
 
     def __init__(self, views: Sequence[LayerView], offset: mx.array, ends: Sequence[int]) -> None:
         self.offset = offset  # int32 [rows]
-        self.views, self.ends = (
-            views,
-            list(ends),
-        )  # rows of the first bucket, of the first two, ..., of all but one
+        self.views = views
+        self.ends = list(ends)  # rows of the first bucket, of the first two, and so on up to the last but one
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         new = zip(self.views, mx.split(keys, self.ends), mx.split(values, self.ends), strict=True)
@@ -116,8 +114,8 @@ def attend_by_bucket(model: Any) -> None:
         part.by_bucket = True
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     for names in [vars(modules[kind.__module__]) for kind in kinds]:
-        if not hasattr(attention := names.get(_ATTENTION, None), "by_bucket") and attention is not None:
-            names[_ATTENTION] = _by_bucket(attention)
+        if _ATTENTION in names and not hasattr(names[_ATTENTION], "by_bucket"):
+            names[_ATTENTION] = _by_bucket(names[_ATTENTION])
 
 
 def _by_bucket(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -552,7 +550,7 @@ def in_parts(
     *,
     forward: Callable[[Sequence[Bucket | MergedBucket], list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
-    """Call `forward` for parts of buckets. Inputs [rows, ...], positions and results follow `rows`."""
+    """Call `forward` for each part, a list of buckets. Inputs [rows, ...] and results follow `rows`."""
     held = [[uid for bucket in part for uid in bucket.rows] for part in parts]
     if held == [list(rows)]:
         return forward(parts[0], inputs, positions)

@@ -30,7 +30,7 @@ WIDTHS = frozenset(1 + drafts for drafts in (0, *LENGTHS))  #: tokens of a row i
 #: Rows, slots and capacity of a bucket's arrays, view, and width.
 ShapeKey = tuple[int, int, int, int, int]
 Key = tuple[tuple[ShapeKey, ...], tuple[Any, ...]]
-#: A bucket's arrays, its layers' states, and the accepted ones of the tokens that wait.
+#: A bucket's arrays, its layers' states, and masks of the waiting tokens that were accepted.
 Held = tuple[list[mx.array], list[list[mx.array]], list[mx.array]]
 
 

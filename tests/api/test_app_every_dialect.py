@@ -200,6 +200,12 @@ def test_a_compressed_body_is_read_within_the_limit(roomy: Server, path: str) ->
     ):
         assert sent(data, encoding) == (200, "")
     assert sent(zstd.compress(body), "zstd") == (200, "")
+    assert sent(gzip.compress(body) + b"more", "gzip") == (
+        400,
+        "the body has 4 bytes more after its gzip stream",
+    )
+    large_window = zstd.compress(b" " * 2**24, options={zstd.CompressionParameter.window_log: 24})
+    assert sent(large_window, "zstd")[0] == 400
     assert sent(body, "zstd")[0] == sent(zstd.compress(body)[:-2], "zstd")[0] == 400
     status, words = sent(body, "br")
     assert status == 415

@@ -375,6 +375,7 @@ _memory = st.fixed_dictionaries(dict.fromkeys(NAMES, _gib))
     [("restart a", 0.0)],
     0,
 )
+@example({"b": 8, "a": 8, "c": 36}, ["serve a middle 2 auto", "serve c large 1 auto"], [], 1)
 def test_after_any_events_every_deployment_that_fits_is_served_within_its_macs(
     memory: dict[str, int], rows: list[str], story: Story, seed: int
 ) -> None:

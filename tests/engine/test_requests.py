@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from mlxtp.description import CacheCapabilities
 from mlxtp.engine import requests as requests_module
 from mlxtp.engine.grammar import Grammars
+from mlxtp.engine.kv_cache import APART, another_bucket
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
 from mlxtp.errors import Code, RequestError
@@ -169,7 +170,7 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
         bootstrap=bootstrap,
         loaded=SimpleNamespace(model=None, vocabulary=SimpleNamespace(size=9)),
         caches=SimpleNamespace(
-            can=CacheCapabilities(*[True] * 6, ()), overlapping=False, joins_buckets=True, attending=0
+            can=CacheCapabilities(*[True] * 6, ()), overlapping=False, joins_buckets=gpu, attending=3
         ),
         eos=frozenset(),
         disk=None,
@@ -184,4 +185,6 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
     )
     assert made._policy is not None
     assert made._policy.scores == most
+    bucket = another_bucket(3, 1, gpu=True, skips=True) if gpu else APART
+    assert made._policy.bucket_tokens == bucket, "here only the GPU's model joins buckets"
     made.close()

@@ -121,10 +121,10 @@ class About:
     """Facts that all parts of one answer share.
 
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt; 0 until
-    the model is loaded. `prompts`: the text of each prompt to continue. `names` maps a token to its text when
-    shown alone, and its bytes. `group` is the id of the group that began the answer; empty where unknown.
-    `sampling` is what tokens are drawn with, `loaded_ns` the time that the model took to load; both as far
-    as they are known.
+    the model is loaded. `prompts`: the text of each prompt to continue. `prompt_ids`: the tokens of each
+    prompt. `names` maps a token to its text when shown alone, and its bytes. `group` is the id of the group
+    that began the answer; empty where unknown. `sampling` is what tokens are drawn with, `loaded_ns` the time
+    that the model took to load; both as far as they are known.
     """
 
     id: str
@@ -137,6 +137,7 @@ class About:
     group: str = ""
     sampling: Sampling | None = None
     loaded_ns: int = 1
+    prompt_ids: tuple[Sequence[int], ...] = ()
 
     @property
     def choices(self) -> int:

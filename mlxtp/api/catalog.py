@@ -252,7 +252,7 @@ def check_may_fit(
 
 
 def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
-    """Return the answer's token limit: as requested, or as many as fit. Raises RequestError."""
+    """Return the answer's token limit, at least 1: as requested, or as many as fit. Raises RequestError."""
     if not prompt:
         raise RequestError("the prompt is empty", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:
@@ -266,7 +266,7 @@ def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> 
     room = model.context - len(prompt)
     if room < 1:
         raise TooLong(len(prompt), model.context)
-    return min(asked or room, room)
+    return room if asked is None else min(max(asked, 1), room)
 
 
 # --- all models -------------------------------------------------------------------------------------------

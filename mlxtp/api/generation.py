@@ -67,6 +67,7 @@ class _PreparedRequest:
                 self.text.detokenizer(skip=self.model.eos),
                 copy(finder),
                 self.requests[0].logprobs >= 0,
+                silent=self.about.ask.options.max_tokens == 0,
                 choice=index,
                 plan=self._plan(),
                 specials=self.text.specials,
@@ -187,7 +188,7 @@ class Generation:
                     headers=_headers(about),
                 )
             wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
-        if ask.options.logprobs < 0:
+        if max(ask.options.logprobs, ask.options.prompt_logprobs) < 0:
             return _json(dialect.whole(about, wholes), _headers(about))
         # Scores take long to encode; a thread keeps other requests' tokens moving.
         return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes), _headers(about)))
@@ -291,6 +292,7 @@ class Generation:
                 sampling,
                 shaping,
                 logprobs=options.logprobs,
+                prompt_logprobs=options.prompt_logprobs,
                 ignore_eos=options.ignore_eos,
                 places=prompted.places,
                 batch=ask.batch,
@@ -303,6 +305,7 @@ class Generation:
 
         about.names, about.model = name, about.model or model.id
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
+        about.prompt_ids = tuple(prompts)
         thinking = not guided and text.thinks_on(prompts[0])
         own_style = not (held.forced or held.dropped)  # a template writes what the model wrote
         place = prompted.place if own_style else None

@@ -96,7 +96,8 @@ async def encoded(
     They queue by their own size, because a template may expand a short body to a long text. If remembered
     answers leave too little of `context`, the prompt is written without them.
     """
-    wanted = min(ask.options.max_tokens or context, context // _ROOM)
+    most = ask.options.max_tokens
+    wanted = min(context if most is None else most, context // _ROOM)
 
     def encode() -> WrittenPrompts:
         conversation, replay, place = written.conversation, written.replay, written.place

@@ -25,7 +25,7 @@ from ..text.transcript import (
     WholeAnswer,
 )
 from .adapter import About, Dialect, Json, in_words_of, internal_error
-from .backend import Progress, StreamEnd, TokenStream
+from .backend import Progress, StreamEnd, Tokens, TokenStream
 from .request_context import note
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,9 @@ async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[Whole
     async for event in events:
         whole = wholes[event.choice]
         whole.see(event)
-        if isinstance(event, ContentDelta):
+        if isinstance(event, ContentDelta) and event.prompt:
+            whole.prompt = event.scores
+        elif isinstance(event, ContentDelta):
             whole.scores.extend(event.scores)
     return wholes
 
@@ -235,13 +237,20 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
     """Yield the events of one answer. A stop string ends it on every rank; then only used tokens count."""
     began_ns = 0
     async for event in answer:
+        if isinstance(event, Tokens) and event.prompt:
+            transcript.push_prompt(event.tokens, event.scores)
+            continue
+        for said in transcript.prompt_scores():
+            yield said
         if isinstance(event, StreamEnd):
             if event.reason == "cancel":
                 raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
             for said in transcript.finish(cut=event.reason == "length"):
                 yield said
             end = event
-            if transcript.stopped:
+            if transcript.silent:
+                end = StreamEnd("length", 0, event.cached)
+            elif transcript.stopped:
                 end = StreamEnd("stop", transcript.used, event.cached, event.drafted, event.accepted)
             break
         began_ns = began_ns or time.perf_counter_ns()

@@ -324,7 +324,8 @@ class DecodeLoop:
                 self._rank.runner.border.supply(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
             record = self._requests.scheduler.record
-            outcomes = tuple(record(result.tokens, result.scores, result.took_s, result.at_s, result.drafts))
+            told = result.tokens, result.scores, result.took_s, result.at_s, result.drafts
+            outcomes = tuple(record(*told, prompts=result.prompts))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))
         return True
 

@@ -67,6 +67,9 @@ class Result:
     took_s: float  # since the previous forward ended, or since this one began
     at_s: float  # when the tokens were known (monotonic)
     drafts: tuple[tuple[int, ...], ...] = ()  # the MTP head's proposals for each row
+    prompts: Mapping[int, Sequence[Score]] = field(
+        default_factory=dict
+    )  # of the tokens after each of a prompt's
 
 
 @dataclass(eq=False, repr=False)
@@ -153,8 +156,20 @@ class RankExecutor:
         digested = digest(forward.step, chose, fed)
         status.recorder.finished(forward.entry, now, digested, fed)
         scores = {uid: _scored(arrays) for uid, arrays in chosen.scores.items()}
-        totals = forward.forwards, forward.collectives
-        return Result(forward.step, tokens, scores, *totals, digested, step_us, wait_us, took_s, now, drafts)
+        return Result(
+            forward.step,
+            tokens,
+            scores,
+            forward.forwards,
+            forward.collectives,
+            digested,
+            step_us,
+            wait_us,
+            took_s,
+            now,
+            drafts,
+            {uid: _scored(arrays) for uid, arrays in chosen.prompts.items()},
+        )
 
     def apply(self, frame: CacheFrame) -> None:
         runner, disk = self.runner, self.disk
@@ -335,7 +350,7 @@ def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
 def fed(frame: msg.Forward) -> int:
     where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - msg.RESTS)
     for prompt in frame.prompts:
-        where += (prompt.total, prompt.source, prompt.save, prompt.following)
+        where += (prompt.total, prompt.source, prompt.save, prompt.following, prompt.scores + 1)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
 
 

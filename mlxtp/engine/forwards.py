@@ -125,13 +125,18 @@ class ModelForwards:
         *,
         ends: mx.array,
         following: Sequence[int] = (0,),
+        every: bool = False,
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
         """Queue a forward over prompts' `tokens` int32 [rows, length]; return logits at `ends` int32 [rows].
 
-        Also return a function that adds the prompts to the MTP head's cache and returns the head's output at
-        `ends`. Its argument: embeddings [rows, 1, hidden] of the next tokens, or None for `following`.
+        `every`: at all positions instead. Also return a function that adds the prompts to the MTP head's
+        cache and returns the head's output at `ends`. Its argument: embeddings [rows, 1, hidden] of the next
+        tokens, or None for `following`.
         """
-        head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
+        head, forward = (
+            self.head,
+            partial(self._vocabulary.forward, self._model, ends=None if every else ends),
+        )
         if head is None:
             return forward(tokens, list(caches), given=given), lambda _: None
         length = tokens.shape[1]

@@ -389,7 +389,7 @@ class KVCacheManager:
     def hit_length(self, sequence: SequenceState) -> int:
         if sequence.progress.asked_at != self._prefixes.changes:
             sequence.progress.asked_at = self._prefixes.changes
-            hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
+            hit = self._prefixes.find(sequence.reusable, sequence.wants.salt)
             sequence.progress.hit_length = 0 if hit is None else hit.length
             if hit is not None:
                 self._prefixes.touch(hit.uid)  # evict others first
@@ -397,7 +397,7 @@ class KVCacheManager:
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
         """Return True if one of `others` will soon have computed more of this prompt than caches hold."""
-        if not (self._keeps and others):
+        if not (self._keeps and others and sequence.reusable):
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
         if not self._prefixes.truncatable:
@@ -420,7 +420,7 @@ class KVCacheManager:
 
     def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
         """Return the uid of the KV cache to start from (0: none), and True to take it over."""
-        hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
+        hit = self._prefixes.find(sequence.reusable, sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
         if fetch is not None and fetched:

@@ -58,7 +58,7 @@ class Emitter:
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
         """Send a step's tokens in one frame, then the ends. Drop results of requests that have ended."""
         tokens = [o for o in outcomes if isinstance(o, SampledToken) and o.uid in self._open]
-        self._status.stats.emitted += len(tokens)
+        self._status.stats.emitted += sum(not token.prompt for token in tokens)
         if scored := [token for token in tokens if token.score is not None]:
             self._emit_scored(scored)
             tokens = [token for token in tokens if token.score is None]
@@ -72,7 +72,10 @@ class Emitter:
                 self._pipe.send(outcome)
 
     def _emit_scored(self, tokens: list[SampledToken]) -> None:
-        for uid, group in groupby(tokens, key=lambda token: token.uid):
+        most = msg.MAX_WIDTH + 1
+        for (uid, prompt, _), group in groupby(
+            tokens, key=lambda token: (token.uid, token.prompt, token.index // most)
+        ):
             run = list(group)
             scores = [token.score for token in run if token.score is not None]
             self._pipe.send(
@@ -84,6 +87,7 @@ class Emitter:
                     len(scores[0][1]),
                     tuple(token for _, top in scores for token, _ in top),
                     tuple(_finite(logprob) for _, top in scores for _, logprob in top),
+                    prompt,
                 )
             )
 

@@ -7,7 +7,7 @@ frames give the same graph on every rank. Results are lazy arrays; only reading 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import le
 
@@ -40,6 +40,7 @@ from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
 from .pipeline import Border, HiddenStates, nothing_chosen, padded
 from .sampler import Chooser, Chosen, Scores
+from .sharding import at_ends
 
 #: Return MLX's unused buffers to the system after so many forwards, as mlx-lm does.
 CLEAR_EVERY = 256
@@ -202,7 +203,9 @@ class Runner:
             received.given,
             ends=mx.array(widths) - 1,
             following=[prompt.following for prompt in frame.prompts],
+            every=_is_scored(frame),
         )
+        local, found = self._score(local, frame, tokens)
 
         def arrays() -> list[mx.array]:
             if len(rows) > 1:
@@ -214,15 +217,15 @@ class Runner:
             # Wait only for the caches: the output head and the last layer's output are then never computed.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays(), *sent])
-            self.border.submit(self.forwards, received, done)
+            self.border.submit(self.forwards, received, done, found)
             if any(prompt.save for prompt in frame.prompts):
                 self.border.flush(self.forwards)
             for own, end, prompt in zip(each, ends, frame.prompts, strict=True):
                 if prompt.save:
                     self.kept.insert(prompt.save, snapshot(own, end), end, prompt.covers)
             clear_pool()  # attention scores have another size in each chunk
-            return Chosen(done, (), (), {}, self.forwards)
-        outcome = self._first_tokens(local, frame, after=received, arrays=arrays, remember=remember)
+            return Chosen(done, (), (), {}, self.forwards, prompts=found)
+        outcome = self._first_tokens(local, frame, found, after=received, arrays=arrays, remember=remember)
         for uid, own in zip(rows, each, strict=True):
             del self._prefilling[uid]
             self._batch.join(uid, own)
@@ -255,13 +258,14 @@ class Runner:
         tokens = padded(frame.tokens, widths, max(widths))
         received = self.border.expect(*tokens.shape)
         ends = mx.array(widths, dtype=mx.int32) - 1
-        local, remember = self._model.read(tokens, layers, received.given, ends=ends)
+        local, remember = self._model.read(tokens, layers, received.given, ends=ends, every=_is_scored(frame))
+        local, found = self._score(local, frame, tokens)
 
         def arrays_now() -> list[mx.array]:
             bucket.arrays = [array for layer in layers for array in layer.arrays]
             return bucket.arrays
 
-        return self._first_tokens(local, frame, after=received, arrays=arrays_now, remember=remember)
+        return self._first_tokens(local, frame, found, after=received, arrays=arrays_now, remember=remember)
 
     def _step(self, frame: Forward, known: Callable[[], object] | None) -> Chosen:
         rows, running = frame.rows, self._batch.rows
@@ -292,7 +296,7 @@ class Runner:
                 pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
-            outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
+            outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, _one(proposed))
             self._inputs.chose(outcome, embeddings)
             return outcome
 
@@ -418,10 +422,28 @@ class Runner:
             raise GroupError(why, Code.DESYNC)
         return cut(self.kept.pop(source), offset) if prompt.take else share(kept, offset)
 
+    def _score(self, local: mx.array, frame: Forward, tokens: mx.array) -> tuple[mx.array, Scores]:
+        """Return the logits at the ends of parts, and the scores by uid that their prompts ask for."""
+        if not (_is_scored(frame) and self._vocabulary.chooses):
+            return local, {}
+        ends = mx.array(frame.widths) - 1
+        following = mx.array([[prompt.following] for prompt in frame.prompts], dtype=mx.int32)
+        targets = mx.concatenate([tokens[:, 1:], following], axis=1)
+        targets = mx.where(mx.arange(tokens.shape[1]) == ends[:, None], following, targets)
+        rows = [row for row, prompt in enumerate(frame.prompts) if prompt.scores >= 0]
+        which, top = mx.array(rows), max([frame.prompts[row].scores for row in rows])
+        scores = self._vocabulary.scores(local[which], targets[which], top)
+        known = [frame.widths[row] - (not frame.unfinished) for row in rows]
+        return at_ends(local, ends), {
+            frame.rows[row]: (scores[0][at, :count], scores[1][at, :count], scores[2][at, :count])
+            for at, (row, count) in enumerate(zip(rows, known, strict=True))
+        }
+
     def _first_tokens(
         self,
         local: mx.array,
         frame: Forward,
+        prompts: Scores,
         *,
         after: HiddenStates,
         arrays: Callable[[], list[mx.array]],
@@ -442,8 +464,8 @@ class Runner:
             found = remember(embeddings)
             if frame.drafts and found is not None:
                 proposed = [self._vocabulary.winners(self._vocabulary.logits(found))[0]]
-        self.border.submit(self.forwards, after, tokens, scores, arrays(), proposed)
-        outcome = Chosen(tokens, rows, widths, scores, self.forwards, None, *proposed)
+        self.border.submit(self.forwards, after, tokens, scores, prompts, arrays(), proposed)
+        outcome = Chosen(tokens, rows, widths, scores, self.forwards, None, _one(proposed), prompts)
         self._inputs.joined(outcome, embeddings)
         return outcome
 
@@ -491,6 +513,14 @@ class Runner:
             self._forwards[uid] = self._forwards[uid][0] + 1, self.forwards
         if self.forwards % CLEAR_EVERY == 0:
             clear_pool()
+
+
+def _one(arrays: Sequence[mx.array]) -> mx.array | None:
+    return arrays[0] if arrays else None
+
+
+def _is_scored(frame: Forward) -> bool:
+    return any(prompt.scores >= 0 for prompt in frame.prompts)
 
 
 def clear_pool() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -190,21 +190,42 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
     """Return log-probabilities under raw `logits` [L, V]: of `tokens` [L], float32 [L]; the `top` tokens,
     int32 [L, top], and theirs, float32 [L, top]: most likely first, then lower ids.
     """
-    logprobs = logits.astype(mx.float32)
-    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    if not (top := min(top, logits.shape[-1])):
-        return chosen, mx.zeros((len(logits), 0), dtype=mx.int32), mx.zeros((len(logits), 0))
-    best = mx.sort(mx.topk(_order(logprobs), top, axis=-1), axis=-1)[:, ::-1]
-    top_tokens = (~best.astype(mx.uint32)).astype(mx.int32)
-    return chosen, top_tokens, mx.take_along_axis(logprobs, top_tokens, axis=-1)
+    return joined_scores([each[None] for each in scores_of_share(logits, tokens, 0, top)], top)
 
 
-def _order(logprobs: mx.array) -> mx.array:
-    bits = logprobs.view(mx.uint32)
+Shares = tuple[mx.array, mx.array, mx.array, mx.array]
+
+
+def scores_of_share(logits: mx.array, tokens: mx.array, first: int, top: int) -> Shares:
+    """Return one rank's part of `scores`, from its `logits` [.., share] of tokens from `first` on.
+
+    The logarithm of the summed exponentials and the logit of `tokens` (-inf for other ranks' tokens), float32
+    [..]; the best `top` tokens (at least one), int32 [.., top], and their logits. NaN counts as -inf.
+    """
+    logits, share = logits.astype(mx.float32), logits.shape[-1]
+    logits = mx.where(mx.isnan(logits), -mx.inf, logits) + 0.0  # without negative zeros
+    place, most = tokens - first, min(max(top, 1), share)
+    own = mx.take_along_axis(logits, mx.clip(place, 0, share - 1)[..., None], axis=-1)[..., 0]
+    own = mx.where((place >= 0) & (place < share), own, -mx.inf)
+    best = mx.topk(_order(logits, mx.arange(share)), most, axis=-1)
+    ids = (~best.astype(mx.uint32)).astype(mx.int32)
+    return mx.logsumexp(logits, axis=-1), own, ids + first, mx.take_along_axis(logits, ids, axis=-1)
+
+
+def joined_scores(parts: Sequence[mx.array], top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return `scores` of the parts of all ranks, each [ranks, ..]."""
+    totals, own, ids, values = parts
+    total = mx.logsumexp(totals, axis=0)
+    ids, values = (mx.moveaxis(each, 0, -2).reshape(*total.shape, -1) for each in (ids, values))
+    order = mx.argsort(_order(values, ids), axis=-1)[..., ::-1][..., :top]
+    ids, values = (mx.take_along_axis(each, order, axis=-1) for each in (ids, values))
+    return own.max(axis=0) - total, ids, values - total[..., None]
+
+
+def _order(logits: mx.array, ids: mx.array) -> mx.array:
+    bits = logits.view(mx.uint32)
     ascending = mx.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
-    ids = ~mx.arange(logprobs.shape[-1], dtype=mx.uint32)
-    return ascending.astype(mx.uint64) << 32 | ids.astype(mx.uint64)
+    return ascending.astype(mx.uint64) << 32 | (~ids.astype(mx.uint32)).astype(mx.uint64)
 
 
 # --- agreement of all ranks on each token, from the logits that every rank gathered ----------------------
@@ -225,6 +246,7 @@ class Chosen:
     forward: int = 0  # its number
     fed: mx.array | None = None  #: a step's input, int32 [rows, width]
     drafts: mx.array | None = None  #: the MTP head's proposals for each row, int32 [rows, n]
+    prompts: Scores = field(default_factory=dict)  #: of the tokens after each of a prompt's
 
 
 class LogitShaping:

@@ -187,7 +187,9 @@ class Scheduler:
             left = (end if sequence.uid else prompt) - at  # a longer prompt begins alone
             wide, long = max(widest, left) * (len(group) + 1), max(longest, prompt)
             copied = 0 if self._policy.rolls_back and not snapshots else long * (len(group) + 1)
-            if wide > budget or wide * long > self._policy.scores or copied > most:
+            scored = any(each.scores >= 0 for each in [*group, sequence])
+            most_wide = min(budget, steps.SCORED) if scored else budget
+            if wide > most_wide or wide * long > self._policy.scores or copied > most:
                 break
             if not sequence.uid:
                 if self._kv.is_being_computed(sequence, [*started, *group]):
@@ -244,13 +246,16 @@ class Scheduler:
             source, take = self._kv.start_from(sequence, may_take=limit > 0)
         progress = sequence.progress
         offset = progress.prefilled
+        limit = min(limit, steps.SCORED) if sequence.scores >= 0 else limit
         limit = steps.within(self._policy.scores, offset, limit) if limit else progress.prompt
         end = min([offset + limit, progress.prompt, *[at for at in progress.saves if at > offset]])
         self._budget -= end - offset
         progress.prefilled = end
         self._waiting.remove(sequence)
         following = sequence.tokens[end] if end < progress.prompt else 0
-        return offset, PromptPart(progress.prompt, source, take, sequence.wants.sampling, following=following)
+        scores = sequence.scores if end - offset > (end == progress.prompt) else -1
+        wants = sequence.wants.sampling
+        return offset, PromptPart(progress.prompt, source, take, wants, following=following, scores=scores)
 
     def _forward(self, group: Sequence[SequenceState], chunks: Sequence[tuple[int, PromptPart]]) -> Forward:
         offsets, first = tuple([offset for offset, _ in chunks]), group[0].progress
@@ -344,16 +349,23 @@ class Scheduler:
         took_s: float = 0.0,
         at_s: float = 0.0,
         proposed: Sequence[tuple[int, ...]] = (),
+        *,
+        prompts: Mapping[int, Sequence[steps.Score]] | None = None,
     ) -> list[steps.StepResult]:
         """Record the tokens of the oldest forward in flight; return the results for clients.
 
         `tokens`: in row order, as many as each row was fed; `scores`: by uid; `took_s`: seconds, 0 if
-        unknown; `at_s`: when the tokens were known, by the same clock; `proposed`: the MTP head's, by row.
+        unknown; `at_s`: when the tokens were known, by the same clock; `proposed`: the MTP head's, by row;
+        `prompts`: scores of prompts' tokens, by uid.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
         forward = self.in_flight.popleft()
         rows = forward.rows
+        for sequence in forward.reads:
+            known = prompts.get(sequence.uid) if prompts else None
+            if known and self._requests.get(sequence.request) is sequence:
+                sequence.score(known, outcomes)
         for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=bool(rows)):
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]

@@ -50,6 +50,8 @@ class ProgressState:
     reused: int = 0  # prefill tokens taken from a kept KV cache
     saves: tuple[int, ...] = ()  # lengths where a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
+    scored: int = 1  # tokens of the prompt with known scores; the first has none
+    told: int = 1  # the same of the client, also before a preemption
     room: int = 0  # capacity of its row's arrays in tokens; 0 while its KV cache is its own
     lane: int = 0  # rows of one lane step together
     forwards: int = 0
@@ -127,6 +129,16 @@ class SequenceState:
         return self.place.line, self.place.turn, self.request
 
     @property
+    def scores(self) -> int:
+        """Alternatives of each score that the client still lacks of its prompt; -1: it lacks none."""
+        return self.wants.prompt_logprobs if self.progress.told < len(self.wants.tokens) else -1
+
+    @property
+    def reusable(self) -> list[int]:
+        """The tokens that a kept KV cache may begin with: none if they must be scored."""
+        return self.tokens[: self.progress.prompt] if self.scores < 0 else []
+
+    @property
     def gives_way(self) -> bool:
         return self.wants.batch and not self.preempted
 
@@ -146,6 +158,15 @@ class SequenceState:
         self.progress.position += 1 + right
         self.scheduled += right
         return chosen[: right + 1]
+
+    def score(self, scores: Sequence[Score], outcomes: list[StepResult]) -> None:
+        """Take the next scores of the prompt. After a preemption, the client has some already."""
+        progress = self.progress
+        for index, score in enumerate(scores, progress.scored):
+            if index >= progress.told:
+                outcomes.append(SampledToken(self.request, index, self.tokens[index], score, prompt=True))
+        progress.scored += len(scores)
+        progress.told = max(progress.told, progress.scored)
 
     def extend(
         self,
@@ -184,7 +205,8 @@ class SequenceState:
             self.guide.forced(0)
 
     def start_again(self) -> None:
-        self.uid, self.progress, self.preempted = 0, ProgressState(len(self.tokens)), True
+        self.progress = ProgressState(len(self.tokens), told=self.progress.told)
+        self.uid, self.preempted = 0, True
         self.disk.asked, self.disk.spilled = False, 0
 
     def end(self, reason: EndReason) -> Finished:

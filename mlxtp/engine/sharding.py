@@ -17,6 +17,7 @@ from ..errors import Code, ModelError
 from ..model_config import Config, family
 from .families import DIVIDE, dimensions_of, divide_layers
 from .group import Group
+from .sampler import joined_scores, scores_of_share
 
 # --- checks of a configuration ---------------------------------------------------------------------------
 
@@ -291,6 +292,15 @@ class Vocabulary:
         best, ids, parts = self._gather_bits(best, index + self.first, logits)
         winner = mx.argmax(best, axis=0, keepdims=True)
         return mx.take_along_axis(ids, winner, axis=0)[0], self._joined(parts)
+
+    def scores(self, local: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return log-probabilities of `tokens`, int32 [..], under all ranks' [.., share], float32 [..], and
+        the best `top` tokens of each place, [.., top], with theirs, with one collective.
+        """
+        parts = scores_of_share(local, tokens, self.first, top)
+        if self.group.size == 1:
+            return joined_scores([each[None] for each in parts], top)
+        return joined_scores(self._gather_bits(*parts), top)
 
     def _joined(self, parts: mx.array) -> mx.array:
         """Return logits [.., size] of the ranks' shares, [ranks, .., share]."""

@@ -25,12 +25,13 @@ Score = tuple[float, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """Token for the client: the `index`-th (from 0) of request `uid`."""
+    """Token for the client: the `index`-th (from 0) of request `uid`, or of its prompt."""
 
     uid: int
     index: int
     token: int
     score: Score | None = None
+    prompt: bool = False
 
 
 #: A token, or the last result of a request; the group goes on.
@@ -101,6 +102,7 @@ class Policy:
 
 # --- sizes of a prompt's chunks: large when it runs alone, about 0.25 s of work while rows decode --------
 LEAST, MOST = 64, 2048  #: tokens of a chunk while rows decode; smaller chunks are not timed
+SCORED = 256  #: most tokens of a chunk that is scored: all of their logits are in memory
 ON_CPU = 512  #: most tokens of a chunk without a GPU: attention over a larger one costs more than it saves
 TARGET_S = 0.25  #: seconds of a chunk while rows decode
 NEWEST = 0.5  #: weight of the newest chunk in the average

@@ -167,13 +167,13 @@ class RequestDispatcher:
                         self.groups.confirmed(request, 1)
                         request.put(Delta((uid,), (index,), (token,)))
                         request.watch.tokens(1, now)
-            case ScoredDelta():
+            case ScoredDelta(prompt=False):
                 if request := self._open.get(event.uid):
                     self.confirmed_tokens += len(event.tokens)
                     self.groups.confirmed(request, len(event.tokens))
                     request.put(event)
                     request.watch.tokens(len(event.tokens), self._meter().clock())
-            case Accepted() | Prefilled():
+            case Accepted() | Prefilled() | ScoredDelta():
                 if request := self._open.get(event.uid):
                     if isinstance(event, Prefilled):
                         self.groups.advanced(request, event)

@@ -82,6 +82,7 @@ def ended(code: Code, detail: str) -> GroupError:
 
 # --- of another agent's gateway; rank 0's events go back under the uid it has there -----------------------
 
+RequestProgress = Accepted | Prefilled | ScoredDelta  #: a ScoredDelta of the prompt's tokens
 RequestResult = Delta | ScoredDelta | Finished | MlxtpError  #: A Delta has one token.
 
 
@@ -152,7 +153,7 @@ class ForwardedRequest(RoutedRequest):
         """Send the last event: the request's own gateway has given it up."""
         self._notify(Finished(self.generate.uid, "cancel", self.got, 0))
 
-    def advance(self, event: Accepted | Prefilled) -> None:
+    def advance(self, event: RequestProgress) -> None:
         self._notify(replace(event, uid=self.generate.uid))
 
     def give_back(self, error: MlxtpError, *, struck: bool) -> None:
@@ -191,6 +192,7 @@ class ClientRequest(RoutedRequest):
         super().__init__(generate)
         self.times = 0  #: Number of times it was sent to a group.
         self.refusals = 0  #: Number of times an agent with a group refused it.
+        self._scored = 0  #: Tokens of the prompt up to the last one with a score.
         self.pending: asyncio.TimerHandle | None = None  #: Ends the request unless a group takes it first.
         self.deadline: asyncio.TimerHandle | None = None  #: Ends the request unless it completes first.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
@@ -211,6 +213,8 @@ class ClientRequest(RoutedRequest):
         self.generate = replace(
             self.generate, uid=uid, tokens=tuple(self._tokens), answered=self.got, strikes=self.strikes
         )
+        if self.got:  # the prompt's scores are complete
+            self.generate = replace(self.generate, prompt_logprobs=-1)
         return self.generate
 
     def accept(self) -> None:
@@ -219,10 +223,16 @@ class ClientRequest(RoutedRequest):
             self._verdict.set_result(None)
         self.wait_no_more()
 
-    def advance(self, event: Accepted | Prefilled) -> None:
-        """Record rank 0's acceptance or prefill progress."""
+    def advance(self, event: RequestProgress) -> None:
+        """Record rank 0's acceptance or prefill progress, with scores of the prompt."""
         if isinstance(event, Accepted):
             self.accept()
+            return
+        if isinstance(event, ScoredDelta):
+            known = max(self._scored - event.index, 0)  # from a group that has ended
+            self._scored = max(self._scored, event.index + len(event.tokens))
+            scores = _scores(event)[known:]
+            self._items.put_nowait(Tokens(event.tokens[known:], scores, prompt=True))
             return
         now = time.monotonic()
         if self._prefill is _QUEUED:
@@ -319,13 +329,15 @@ def _event(result: RequestResult) -> TokenEvent | MlxtpError:
         case Delta():
             return Tokens(result.tokens)
         case ScoredDelta():
-            top, pairs = result.top, tuple(zip(result.top_tokens, result.top_logprobs, strict=True))
-            scores = [
-                TokenScore(logprob, pairs[i * top : (i + 1) * top])
-                for i, logprob in enumerate(result.logprobs)
-            ]
-            return Tokens(result.tokens, tuple(scores))
+            return Tokens(result.tokens, _scores(result))
         case Finished(_, reason, generated, _, cached, drafted, accepted):
             return StreamEnd(reason, generated, cached, drafted, accepted)  # type: ignore[arg-type]
         case _:
             return result
+
+
+def _scores(event: ScoredDelta) -> tuple[TokenScore, ...]:
+    top, pairs = event.top, tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
+    return tuple(
+        [TokenScore(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs)]
+    )

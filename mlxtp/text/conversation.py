@@ -63,12 +63,13 @@ Prompt = str | tuple[int, ...]  #: Text or tokens to continue, without a chat te
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     n: int = 1
-    max_tokens: int | None = None  #: None, or more than fit: as many as fit
+    max_tokens: int | None = None  #: None, or more than fit: as many as fit; 0: the prompt is only read
     stop: tuple[str, ...] = ()
     #: the client's other values for the engine's `Sampling` and `Shaping`, by field
     settings: Mapping[str, float] = field(default_factory=dict)
     format: Mapping[str, Any] | None = None  #: `response_format` of OpenAI's chat
     logprobs: int = -1  #: -1: none, 0: of the chosen tokens, k: also of the k most probable others
+    prompt_logprobs: int = -1  #: the same for the prompt's tokens
     ignore_eos: bool = False
     seed: int | None = None  #: None: a fresh one
     logit_bias: Mapping[str, float] = field(default_factory=dict)  #: by token ids as text
@@ -104,6 +105,7 @@ class Tokens:
 
     tokens: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()  #: one per token if the request wants log-probabilities
+    prompt: bool = False  #: tokens of the prompt, but for its first, before any of the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class ContentDelta:
     choice: int
     text: str  #: may be empty with scores
     scores: Sequence[Scored] = ()  #: of all tokens since the last event
+    prompt: bool = False  #: the scores are of the prompt's tokens, but for its first
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class WholeAnswer:
         self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: consecutive deltas of one kind
         self._calls: list[tuple[CallBegan, list[str]]] = []
         self.scores: list[Scored] = []  #: kept by its reader, if at all
+        self.prompt: Sequence[Scored] = ()  #: scores of the prompt's tokens, but for its first
         self.finish: Finish  #: the last event, once it has arrived
 
     def see(self, event: AnswerEvent) -> None:
@@ -120,8 +122,8 @@ class Transcript:
     """Events of one choice, made from its tokens: output up to a stop string, and scores.
 
     A score comes with the text that its token completes. Tokens after a stop string are neither shown nor
-    counted. `plan` separates thoughts and calls from text; stop strings count only in text. `specials` has
-    the text of special tokens, since models mark calls with them.
+    counted; if `silent`, none are. `plan` separates thoughts and calls from text; stop strings count only in
+    text. `specials` has the text of special tokens, since models mark calls with them.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Transcript:
         finder: StopFinder | None = None,
         scored: bool = False,
         *,
+        silent: bool = False,
         choice: int = 0,
         plan: ReadingPlan | None = None,
         specials: Mapping[int, str] = MappingProxyType({}),
@@ -139,7 +142,9 @@ class Transcript:
         self._channels = None if plan is None else AnswerParser(plan, finder)
         self._calls = None if plan is None else plan.calls
         self._scored = scored
+        self.silent = silent
         self._choice = choice
+        self._prompt: list[Scored] = []  #: scores of the prompt that are not told yet
         self._specials = specials
         self._incomplete: list[Scored] = []  #: scores of tokens whose text is incomplete
         #: Other scores to show, each with the answer's length at its token's end.
@@ -163,6 +168,8 @@ class Transcript:
         return self._finder.match if self._finder is not None and self._finder.found else None
 
     def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
+        if self.silent:
+            return []
         if self._finder is None and not self._scored and self._channels is None:
             self.tokens.extend(tokens)
             text = self._detokenizer.push(tokens)
@@ -181,6 +188,15 @@ class Transcript:
             text = self._detokenizer.push((token,)) if special is None else special
             parts += self._read(text, special is not None)
         return self._events(parts, self._rest_of_scores() if self.stopped else self._due())
+
+    def push_prompt(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
+        """Take the next tokens of the prompt."""
+        self._prompt.extend(zip(tokens, scores, strict=True))
+
+    def prompt_scores(self) -> list[AnswerEvent]:
+        """Return the events before the answer's first token, once."""
+        scores, self._prompt = self._prompt, []
+        return [ContentDelta(self._choice, "", scores, prompt=True)] if scores else []
 
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
         parts: list[AnswerPart] = []

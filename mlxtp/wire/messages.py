@@ -210,7 +210,10 @@ class PromptPart:
     sampling: Sampling = _f(_sampling, default=GREEDY)
     save: int = _f(integer(0, U32), default=0)  #: uid of a copy of the KV cache so far; not of a whole prompt
     covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
-    following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token for an MTP head; 0 in the last part
+    following: int = _f(integer(0, 2**31 - 1), default=0)  #: the next token; 0 in the last part
+    scores: int = _f(
+        integer(-1, MAX_TOP_LOGPROBS), default=-1
+    )  #: of the tokens after each of these; -1: none
 
 
 class Forward(Message, number=0x08, sparse=True):
@@ -454,6 +457,7 @@ class Generate(Message, number=0x20):
     sampling: Sampling = _f(_sampling, default=GREEDY)
     shaping: Shaping = _f(_shaping, default=PLAIN)
     logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)  #: -1: none, 0: of chosen tokens, n: of n
+    prompt_logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)  #: the same for the prompt's tokens
     ignore_eos: bool = _f(boolean(), default=False)  #: the answer continues after an end token
     answered: int = _f(integer(0, MAX_FRAME_TOKENS), default=0)
     strikes: int = _f(integer(0, MAX_STRIKES), default=0)  #: failures of groups during this request
@@ -488,15 +492,19 @@ class Delta(Message, number=0x21):
 
 
 class ScoredDelta(Message, number=0x25):
-    """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta."""
+    """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta.
+
+    With `prompt`, they are tokens of its prompt, before any of its answer; the first has no score.
+    """
 
     uid: int = _f(_uid)
-    index: int = _f(integer(0, 2**31 - 1))  #: of the first token
+    index: int = _f(integer(0, 2**31 - 1))  #: of the first token, in its answer or in the prompt
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_WIDTH + 1))
     logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, MAX_WIDTH + 1))
     top: int = _f(integer(0, MAX_TOP_LOGPROBS))  #: so many alternatives of each token, in token order
     top_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
     top_logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
+    prompt: bool = _f(boolean(), default=False)
 
 
 class Cancel(Message, number=0x22):

@@ -131,7 +131,7 @@ class RequestLedger(PipeLedger):
         if cancel.uid > self.last_uid:
             raise _wrong_uid(f"Cancel for uid {cancel.uid}, which no Generate named")
 
-    def _live(self, report: msg.Accepted | msg.Prefilled, seq: int) -> None:
+    def _live(self, report: msg.Accepted | msg.Prefilled | msg.ScoredDelta, seq: int) -> None:
         if report.uid not in self.tokens:
             raise _wrong_uid(f"{type(report).__name__} for uid {report.uid}, which is not live")
 
@@ -140,6 +140,9 @@ class RequestLedger(PipeLedger):
         others = {len(scored.top_tokens), len(scored.top_logprobs)}
         if len(scored.logprobs) != count or others != {count * scored.top}:
             raise _bad_field("ScoredDelta with tokens and log-probabilities that do not fit")
+        if scored.prompt:
+            self._live(scored, seq)
+            return
         self._deliver(scored, scored.uid, scored.index)
         self.tokens[scored.uid] += count - 1
 

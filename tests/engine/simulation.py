@@ -52,6 +52,8 @@ class Request:
     says: tuple[int, ...]
     ignore_eos: bool = False
     scored: bool = False
+    scored_prompt: bool = False
+    read: int = 1  #: tokens of the prompt, with the first, whose scores came
     guide: FakeGuide | None = None
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -563,7 +565,7 @@ class Simulation:
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
         self._now_s = 0.0
-        self._running: deque[tuple[tuple[int, int], ...]] = deque()
+        self._running: deque[tuple[tuple[tuple[int, int], ...], dict[int, list[Score]]]] = deque()
 
     def add(
         self,
@@ -574,6 +576,7 @@ class Simulation:
         guide: FakeGuide | None = None,
         ignore_eos: bool = False,
         scored: bool = False,
+        scored_prompt: bool = False,
         client: int = 0,
         user: int = 0,
         salt: int = 0,
@@ -583,10 +586,11 @@ class Simulation:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
         tokens = tuple(1000 * uid + n for n in range(prompt)) if isinstance(prompt, int) else prompt
-        request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
+        request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, scored_prompt, guide=guide)
         self.requests[uid] = request
         whose = {"client": client, "user": user, "salt": salt, "batch": batch}
-        wants = {"logprobs": 0 if scored else -1, "ignore_eos": ignore_eos, "places": places}
+        wants = {"logprobs": 0 if scored else -1, "prompt_logprobs": 0 if scored_prompt else -1}
+        wants |= {"ignore_eos": ignore_eos, "places": places}
         self.scheduler.add(Generate(uid, tokens, max_tokens, **wants, **whose), guide)
         return request
 
@@ -619,7 +623,7 @@ class Simulation:
             self.late.append(queued.late)
         chosen = self.ranks.make(frame, queued, partial(self._settle, 0))
         if chosen is not None:
-            self._running.append(chosen)
+            self._running.append((chosen, prompt_scores(frame) if isinstance(frame, Forward) else {}))
 
     def tick(self) -> DecodeFrame | None:
         """One turn of the loop: run a frame, then take the tokens of what has run long enough.
@@ -690,7 +694,7 @@ class Simulation:
 
     def _settle(self, keep: int) -> None:
         while len(self._running) > keep:
-            chosen = self._running.popleft()
+            chosen, prompts = self._running.popleft()
             scores: dict[int, list[Score]] = {}
             for uid, token in chosen:
                 if self.requests[self.ranks.request_of[uid]].scored:
@@ -698,7 +702,9 @@ class Simulation:
             tokens = tuple(token for _, token in chosen)
             took_s = len(tokens) ** 2.0 if self._slow_when_wide else 0.0
             self._now_s += took_s
-            for outcome in self.scheduler.record(tokens, scores or None, took_s, self._now_s):
+            for outcome in self.scheduler.record(
+                tokens, scores or None, took_s, self._now_s, prompts=prompts
+            ):
                 self._take(outcome)
 
     def _take(self, outcome: StepResult) -> None:
@@ -706,6 +712,10 @@ class Simulation:
         assert not request.ends
         assert not request.failures
         match outcome:
+            case SampledToken(prompt=True):
+                assert (outcome.index, outcome.token) == (request.read, request.prompt[request.read])
+                assert (outcome.score, request.tokens) == ((-float(outcome.token), ()), [])
+                request.read += 1
             case SampledToken():
                 assert outcome.score == ((-float(outcome.token), ()) if request.scored else None)
                 request.tokens.append(outcome.token)
@@ -714,3 +724,14 @@ class Simulation:
                 request.ends.append(outcome)
             case Error():
                 request.failures.append(outcome)
+
+
+def prompt_scores(forward: Forward) -> dict[int, list[Score]]:
+    """Return the scores that a forward's parts ask for: of the tokens that follow theirs."""
+    found, at = dict[int, list[Score]](), 0
+    for uid, width, part in zip(forward.rows, forward.widths, forward.prompts, strict=False):
+        after = [*forward.tokens[at + 1 : at + width], *([part.following] if forward.unfinished else [])]
+        at += width
+        if part.scores >= 0:
+            found[uid] = [(-float(token), ()) for token in after]
+    return found

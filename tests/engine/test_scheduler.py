@@ -88,6 +88,7 @@ def check_answer(request: Request) -> None:
     assert (tuple(request.tokens), [end.reason for end in request.ends]) == (tokens, [reason])
     assert request.indices == list(range(len(tokens)))
     assert request.ends[0].generated == len(tokens) + (reason == "stop")
+    assert request.read == (len(request.prompt) if request.scored_prompt else 1)
 
 
 def check_answers(simulation: Simulation) -> None:
@@ -217,6 +218,19 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
     assert reads_prompts(frame := next_frame(scheduler))
     assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), False)
     assert scheduler.record((9,)) == [SampledToken(1, 2, 9), Finished(1, "length", 3, 1)]
+
+
+def test_a_prompt_with_scores_starts_from_no_cache_and_in_smaller_chunks() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=2048, chunk_beside=2048)
+    prompt = tuple(range(1000, 1600))
+    for scored in (False, True, False):
+        simulation.add(prompt, 1, scored_prompt=scored)
+        simulation.drain()
+    sizes = {
+        uid: [(chunk.offset, len(chunk.tokens)) for chunk in chunks_of(simulation, uid)] for uid in (1, 2, 3)
+    }
+    assert sizes == {1: [(0, 600)], 2: [(0, 256), (256, 256), (512, 88)], 3: [(599, 1)]}
+    check_answers(simulation)
 
 
 GREEDY: dict[str, Any] = {}
@@ -1384,9 +1398,8 @@ prompts = st.one_of(
     st.lists(SMALL_WORDS, min_size=1, max_size=60).map(tuple),
 )
 guides = st.one_of(st.none(), st.none(), st.frozensets(st.integers(0, 39), max_size=25))
-admissions = st.tuples(
-    st.just("add"), prompts, st.integers(1, 40), answers, guides, st.booleans(), st.booleans()
-)
+scores = st.sampled_from((False, True, "prompt"))
+admissions = st.tuples(st.just("add"), prompts, st.integers(1, 40), answers, guides, st.booleans(), scores)
 cancels = st.tuples(st.just("cancel"), st.integers(1, 12))
 ticks = st.tuples(st.just("tick"), st.integers(1, 12))
 courses = st.lists(st.one_of(admissions, admissions, cancels, ticks, ticks), max_size=40)
@@ -1436,7 +1449,8 @@ def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Si
                 guide = None if forced is None else FakeGuide(words, forced)
                 length = prompt if isinstance(prompt, int) else len(prompt)
                 places = tuple(place for place in (length // 2, length - 3) if place > 0)
-                wants = {"guide": guide, "ignore_eos": ignore_eos, "scored": scored, "places": places}
+                wants = {"guide": guide, "ignore_eos": ignore_eos, "places": places}
+                wants |= {"scored": scored is True, "scored_prompt": scored == "prompt"}
                 try:
                     simulation.add(prompt, max_tokens, says, **wants)
                 except MlxtpError:

@@ -192,6 +192,27 @@ async def test_scores_come_with_their_tokens(stage: Stage) -> None:
     )
 
 
+async def test_scores_of_a_prompt_come_once_though_its_group_ends(stage: Stage) -> None:
+    def scored(uid: int, index: int, *tokens: int) -> ScoredDelta:
+        return ScoredDelta(uid, index, tokens, (-0.5,) * len(tokens), 0, (), (), prompt=True)
+
+    answer = stage.gateway.generate(Generate(0, (1, 2, 3, 4), 9, prompt_logprobs=0))
+    stage.gateway.on_event(scored(1, 1, 2, 3))
+    stage.gateway.park(GROUP, GroupError("gone", Code.REPLANNED))
+    (again,) = stage.next_group().sent_of(Generate)
+    assert (again.tokens, again.prompt_logprobs) == ((1, 2, 3, 4), 0)
+    stage.gateway.on_event(scored(again.uid, 1, 2))
+    stage.gateway.on_event(scored(again.uid, 2, 3, 4))
+    stage.say(again.uid, 50)
+    stage.gateway.park(GROUP, GroupError("gone", Code.REPLANNED))
+    (last,) = stage.next_group().sent_of(Generate)
+    assert (last.tokens, last.prompt_logprobs) == ((1, 2, 3, 4, 50), -1)
+    stage.finish(last.uid)
+    events = [event for event in await everything(answer) if isinstance(event, Tokens)]
+    told = [token for event in events if event.prompt for token in event.tokens]
+    assert told == [2, 3, 4]
+
+
 async def test_the_end_tells_what_the_cache_and_the_drafts_were_worth(stage: Stage) -> None:
     answer = stage.gateway.generate(Generate(0, (1,), 9))
     stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))

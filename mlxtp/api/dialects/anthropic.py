@@ -155,10 +155,6 @@ def parse_messages(body: bytes) -> GenerationRequest:
     """Return the request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(MessagesRequest, body)
     ask = _ask(request)
-    if request.max_tokens == 0:
-        raise not_supported(
-            "max_tokens 0 (to fill a cache without an answer) is not supported; send at least 1", "max_tokens"
-        )
     if request.messages[-1].role == "assistant":
         raise not_supported(
             "the last message is the assistant's: to continue it is not supported; "

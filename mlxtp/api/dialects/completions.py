@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import Code, RequestError
-from ...text.conversation import GenerationOptions, GenerationRequest, Prompt
+from ...text.conversation import GenerationOptions, GenerationRequest, Prompt, TokenScore
 from ...text.json_limits import integral
 from ...text.tokenizer import Name
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
-from .openai import PromptBody, SseWriter, bounded, head, sse, usage
+from .openai import PromptBody, SseWriter, bounded, head, prompt_scores, sse, usage
 from .request_parts import MOST_TOKENS
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -35,6 +36,7 @@ class CompletionRequest(PromptBody):
 
     prompt: Any = None
     echo: bool | None = None
+    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
     logprobs: Annotated[Integer, in_range(0, 5)] | None = None
     # refused if set
     best_of: Integer | None = None
@@ -60,17 +62,21 @@ def parse(body: bytes) -> GenerationRequest:
             "leave it out",
             "suffix",
         )
-    if request.echo and request.logprobs is not None:
-        raise not_supported(
-            "logprobs together with echo are not supported: tokens of the prompt have no scores; "
-            "leave one of them out",
-            "logprobs",
-        )
     prompts = _prompts(request.prompt, n)
     logprobs = -1 if request.logprobs is None else request.logprobs
-    most = request.max_tokens or DEFAULT_MAX_TOKENS
-    own = GenerationOptions(n, most, format=request.response_format, logprobs=logprobs)
-    return request.generation(prompts, own, request)
+    most = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    own = GenerationOptions(
+        n,
+        most,
+        format=request.response_format,
+        logprobs=logprobs,
+        prompt_logprobs=max(request.scored_prompt, logprobs if request.echo else -1),
+    )
+    found = request.generation(prompts, own, request)
+    if request.echo and logprobs >= 0 and most == 1:
+        # Benchmarks drop the last score. An end token has none, unless the answer goes on after it.
+        return replace(found, options=replace(found.options, ignore_eos=True))
+    return found
 
 
 def _prompts(given: object, n: int) -> tuple[Prompt, ...]:
@@ -116,9 +122,9 @@ def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
 
 
 class Logprobs:
-    """The scores of one answer in the older shape, piece by piece.
+    """The scores of one answer in the older shape, piece by piece, after its prompt's if that is echoed.
 
-    `text_offset` counts characters of the answer's own text. `top_logprobs` includes the chosen token.
+    `text_offset` counts characters of what is shown. `top_logprobs` includes the token itself.
     """
 
     def __init__(self, about: About) -> None:
@@ -126,15 +132,18 @@ class Logprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def of(self, scores: Sequence[Scored]) -> Json:
-        tokens, own, top, offsets = [], [], [], []
-        names = self._about.names
-        for token, score in scores:
+    def of(self, scores: Sequence[Scored], prompt: Sequence[int] = ()) -> Json:
+        """Return these scores. With `prompt`, its tokens are first, and the first of them has no score."""
+        first: list[tuple[int, TokenScore | None]] = [(token, None) for token in prompt[:1]]
+        tokens, own, top, offsets = [], list[float | None](), list[Json | None](), []
+        names, most = self._about.names, self._about.ask.options.logprobs
+        for token, score in [*first, *scores]:
             name, bytes_ = _distinct(*names(token))
-            others = {_distinct(*names(other))[0]: bounded(logprob) for other, logprob in reversed(score.top)}
             tokens.append(name)
-            own.append(bounded(score.logprob))
-            top.append(others | {name: own[-1]})
+            own.append(None if score is None else bounded(score.logprob))
+            others = [] if score is None else reversed(score.top[:most])
+            known = {_distinct(*names(other))[0]: bounded(logprob) for other, logprob in others}
+            top.append(None if score is None else known | {name: own[-1]})
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
@@ -156,17 +165,28 @@ def _echo(about: About, choice: int) -> str:
     return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
 
 
+def _echoed(about: About, choice: int) -> Sequence[int]:
+    """Return the tokens of a prompt that is echoed with its scores."""
+    request: CompletionRequest = about.ask.dialect
+    scored = request.echo and request.logprobs is not None
+    return about.prompt_ids[choice // about.ask.options.n] if scored else ()
+
+
 class CompletionWriter(SseWriter):
     def __init__(self, about: About) -> None:
         super().__init__(about, "cmpl", "text_completion", about.ask.dialect.include_usage)
         self._logprobs = [Logprobs(about) for _ in range(about.choices)]
 
     def begin(self) -> bytes:
-        texts = [_echo(self.about, choice) for choice in range(self.about.choices)]
+        about = self.about
+        texts = ["" if _echoed(about, choice) else _echo(about, choice) for choice in range(about.choices)]
         return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
+            case ContentDelta(choice, scores=scores, prompt=True):
+                own = self._logprobs[choice].of(scores, _echoed(self.about, choice))
+                return self._chunk(choice, _echo(self.about, choice), own)
             case ContentDelta(choice, text, scores):
                 known = self._logprobs[choice].of(scores) if scores else None
                 return self._chunk(choice, text, known) if text or scores else b""
@@ -236,9 +256,15 @@ class Completions(Adapter):
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         choices = []
         for index, whole in enumerate(wholes):
-            scores = Logprobs(about).of(whole.scores) if about.ask.options.logprobs >= 0 else None
+            scores = None
+            if about.ask.options.logprobs >= 0:
+                echoed = _echoed(about, index)
+                scores = Logprobs(about).of(
+                    [*whole.prompt, *whole.scores] if echoed else whole.scores, echoed
+                )
             text = _echo(about, index) + whole.text
-            choices.append(_choice(index, text, scores, whole.finish.reason))
+            more = prompt_scores(about, whole, about.ask.dialect.scored_prompt)
+            choices.append(_choice(index, text, scores, whole.finish.reason) | more)
         counts = usage(about, [whole.finish for whole in wholes])
         return head(about, "cmpl", "text_completion") | {"choices": choices, "usage": counts}
 

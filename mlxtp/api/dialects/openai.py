@@ -114,6 +114,9 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
+MOST_LOGPROBS = 20  # alternatives of a token
+
+
 class PromptBody(OpenAIBody):
     """Fields of chats and completions."""
 
@@ -121,6 +124,14 @@ class PromptBody(OpenAIBody):
     max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     response_format: Json | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[Integer, in_range(0, MOST_LOGPROBS)] | None = None
+
+    @property
+    def scored_prompt(self) -> int:
+        """`GenerationOptions.prompt_logprobs`. Raises RequestError for a stream."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream false", param="prompt_logprobs")
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -138,7 +149,7 @@ class ChatRequest(PromptBody):
     max_completion_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     # scores of its tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
+    top_logprobs: Annotated[Integer, in_range(0, MOST_LOGPROBS)] | None = None
     # tools, and thinking
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: str | Json | None = None
@@ -194,7 +205,13 @@ def parse_chat(body: bytes) -> GenerationRequest:
         _template_options(request),
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    own = GenerationOptions(request.n or 1, request.budget, format=request.response_format, logprobs=logprobs)
+    own = GenerationOptions(
+        request.n or 1,
+        request.budget,
+        format=request.response_format,
+        logprobs=logprobs,
+        prompt_logprobs=request.scored_prompt,
+    )
     return request.generation(conversation, own, asked)
 
 
@@ -342,7 +359,8 @@ def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collect
         for index, whole in enumerate(wholes)
     ]
     counts = usage(about, [whole.finish for whole in wholes])
-    return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts}
+    scores = prompt_scores(about, wholes[0], about.ask.options.prompt_logprobs)
+    return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts} | scores
 
 
 def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
@@ -371,6 +389,26 @@ def logprobs(scores: Sequence[Scored], names: Names) -> Json:
         for token, score in scores
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_scores(about: About, whole: WholeAnswer, top: int) -> Json:
+    """Return `prompt_logprobs` in vLLM's shape, with `top` alternatives; nothing for -1."""
+    if top < 0:
+        return {}
+    rows: list[Json | None] = [None]  # the first token has no score
+    for token, score in whole.prompt:
+        ranked = {other: (logprob, rank) for rank, (other, logprob) in enumerate(score.top[:top], 1)}
+        rows.append(
+            {
+                str(each): {
+                    "logprob": bounded(logprob),
+                    "rank": rank,
+                    "decoded_token": about.names(each)[0],
+                }
+                for each, (logprob, rank) in ({token: (score.logprob, None)} | ranked).items()
+            }
+        )
+    return {"prompt_logprobs": rows}
 
 
 def _logprob(token: int, logprob: float, names: Names) -> Json:

@@ -565,7 +565,6 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
         ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
         ({"tools": [SEARCH]}, "tools[0].type"),
@@ -577,6 +576,11 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
 def test_what_is_understood_but_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.code, error.param) == (Code.NOT_SUPPORTED, param)
+
+
+def test_a_prompt_may_be_read_ahead_without_an_answer(server: Server) -> None:
+    body = post(server, json={"model": "tiny", "messages": HELLO, "max_tokens": 0}).json()
+    assert (body["content"], body["stop_reason"], body["usage"]["output_tokens"]) == ([], "max_tokens", 0)
 
 
 def test_hosted_tools_beside_others_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,12 @@ import openai
 import pytest
 from openai.types import Completion
 
-from mlxtp.api.backend import Sampling
+from mlxtp.api.backend import Sampling, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.dialects.completions import Logprobs
 from mlxtp.errors import GroupError
-from mlxtp.text.conversation import TokenScore
+from mlxtp.text.conversation import GenerationOptions, TokenScore
 
-from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then
+from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Script, Server, says, says_scored, score, then
 from ..test_app import assert_error, data_of, fail_with
 from . import shapes
 from .conftest import impossible
@@ -173,11 +173,71 @@ def test_logprobs_in_the_older_shape(server: Server, top: int, step: int) -> Non
 
 def test_bytes_that_are_no_text_have_a_name_each() -> None:
     names = {5: ("\ufffd", (0xE2,)), 6: ("\ufffd", (0x82, 0x0A)), 7: ("hi", (0x68, 0x69)), 8: ("</s>", None)}
-    about: Any = SimpleNamespace(names=names.__getitem__)
+    about: Any = SimpleNamespace(
+        names=names.__getitem__, ask=SimpleNamespace(options=GenerationOptions(logprobs=4))
+    )
     found = Logprobs(about).of([(5, TokenScore(-1.0, ((5, -1.0), (6, -2.0), (7, -3.0), (8, -4.0))))])
     own = "bytes:\\xe2"
     assert found["tokens"] == [own]
     assert found["top_logprobs"] == [{own: -1.0, "bytes:\\x82\\x0a": -2.0, "hi": -3.0, "</s>": -4.0}]
+
+
+def says_prompt(prompt: list[int], tokens: list[int]) -> Script:
+    """Scores of a prompt in two parts, then an answer with scores."""
+
+    async def script() -> AsyncIterator[TokenEvent]:
+        for part in (prompt[1:3], prompt[3:]):
+            yield Tokens(tuple(part), tuple([score(token, 2) for token in part]), prompt=True)
+        for token in tokens:
+            yield Tokens((token,), (score(token, 2),))
+        yield StreamEnd("length", len(tokens))
+
+    return script
+
+
+def test_a_prompt_is_echoed_with_its_scores(server: Server) -> None:
+    prompt, said = server.ids("wide open"), server.ids(" world")
+    server.backend.script = says_prompt(prompt, said)
+    asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": len(said)}
+    [choice] = post(server, asked).json()["choices"]
+    assert choice["text"] == "wide open world"
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == [None, *[score(token).logprob for token in [*prompt[1:], *said]]]
+    assert found["top_logprobs"][0] is None
+    assert all(1 <= len(each) <= 2 for each in found["top_logprobs"][1:])
+    starts = found["text_offset"]
+    texts = [
+        choice["text"][at:end] for at, end in zip(starts, [*starts[1:], len(choice["text"])], strict=True)
+    ]
+    assert texts == found["tokens"]
+    request = server.backend.requests[-1]
+    assert (request.prompt_logprobs, request.logprobs, request.ignore_eos) == (1, 1, False)
+    *chunks, _ = data_of(post(server, asked | {"stream": True}))
+    parts = [part for chunk in chunks for part in json.loads(chunk)["choices"]]
+    assert "".join([part["text"] for part in parts]) == choice["text"]
+    told = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert {key: [each for one in told for each in one[key]] for key in found} == found
+
+
+def test_a_prompt_is_scored_without_an_answer(server: Server) -> None:
+    prompt = server.ids("wide open")
+    server.backend.script = says_prompt(prompt, prompt[:1])
+    body = post(server, {"prompt": prompt, "prompt_logprobs": 1, "max_tokens": 0}).json()
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (len(prompt), 0)
+    first, *rows = choice["prompt_logprobs"]
+    assert first is None
+    for token, row in zip(prompt[1:], rows, strict=True):
+        assert row[str(token)]["logprob"] == score(token).logprob
+        assert [key for key, each in row.items() if each["rank"] == 1] == ["60"]
+    assert server.backend.requests[-1].max_tokens == 1
+
+
+def test_the_one_token_behind_a_scored_prompt_has_a_score_even_if_it_is_an_end_token(server: Server) -> None:
+    """lm-eval leaves out an answer's last score, as the one of the token behind the prompt."""
+    post(server, {"prompt": "wide", "echo": True, "logprobs": 1, "max_tokens": 1})
+    assert server.backend.requests[-1].ignore_eos
 
 
 def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
@@ -205,10 +265,10 @@ def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> 
         ({"best_of": 3}, "best_of", "best_of 3"),
         ({"n": 2, "best_of": 3}, "best_of", "best_of 3"),
         ({"suffix": "end"}, "suffix", '"end"'),
-        ({"echo": True, "logprobs": 0}, "logprobs", "echo"),
         ({"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
         ({"logprobs": True}, "logprobs", "integer"),
-        ({"max_tokens": 0}, "max_tokens", "from 1 to"),
+        ({"max_tokens": -1}, "max_tokens", "from 0 to"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20, got 21"),
         ({"response_format": {"type": "x"}}, "response_format", "not supported"),
     ],
 )

@@ -279,6 +279,7 @@ class Generation:
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
+        settings.check_scores(sum(map(len, prompts)) * options.n, options)
         settings.check_min_tokens(shaping.min_tokens, options.max_tokens)
         shaping = replace(shaping, min_tokens=min(shaping.min_tokens, *budgets))
         if self._backend.text(model.id) is not text:  # the model was loaded again, or is gone

@@ -104,6 +104,7 @@ def given_settings(body: Schema, dialect: DialectName) -> dict[str, float]:
 BAN = -100.0  # added to a logit; also the least that clients may add
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+MAX_SCORES = 1 << 19  # of the prompts of one request, with their alternatives
 MAX_USER_CHARS = 256  # characters of `user` that distinguish users
 
 _SEEDS = 2**63
@@ -174,6 +175,13 @@ def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
         words = f"stop has a string of {longest} characters; each may have 1 to {MAX_STOP_CHARS}"
         raise RequestError(words, param="stop")
     return stops
+
+
+def check_scores(tokens: int, options: GenerationOptions) -> None:
+    """Raise RequestError if prompts of `tokens` tokens in all would have too many scores."""
+    if (asked := options.prompt_logprobs) >= 0 and tokens > (most := MAX_SCORES // (1 + asked)):
+        words = f"prompt has {tokens} tokens to score with {asked} alternatives each; at most {most}"
+        raise RequestError(words, param="prompt")
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:

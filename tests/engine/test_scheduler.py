@@ -887,6 +887,20 @@ def test_a_batch_request_makes_room_for_interactive_ones_once() -> None:
     finish(simulation)
 
 
+@pytest.mark.parametrize("ticks", [3, 12])
+def test_a_preempted_prompt_has_each_of_its_scores_once(ticks: int) -> None:
+    """It is preempted between two of its chunks, or once it has begun to answer."""
+    simulation = Simulation(kv_tokens=2048, prefill_chunk=512, chunk_beside=256)
+    simulation.add(80, 200)
+    simulation.add(600, 100, scored_prompt=True)
+    simulation.ticks(ticks)
+    assert bool(simulation.requests[2].tokens) == (ticks > 3)
+    assert 1 < simulation.requests[2].read <= 600
+    simulation.resize(768)
+    assert preempted(simulation) == [2]
+    finish(simulation)
+
+
 def test_a_batch_request_whose_turn_it_was_makes_room_without_its_turn() -> None:
     simulation = Simulation(kv_tokens=1024, prefill_chunk=512, max_rows=3)
     line_up(simulation, 8, MOST_OVERTAKING)
@@ -1515,8 +1529,9 @@ crowded_prompts = st.one_of(
     st.integers(40, 230),
     st.tuples(st.integers(40, 200), st.integers(1, 9)).map(lambda p: (*LONG[: p[0]], 900 + p[1])),
 )
+crowded_scores = st.sampled_from((False, "prompt"))
 crowded = st.tuples(
-    st.just("add"), crowded_prompts, st.integers(1, 120), answers, st.none(), st.just(True), st.just(False)
+    st.just("add"), crowded_prompts, st.integers(1, 120), answers, st.none(), st.just(True), crowded_scores
 )
 crowd_ticks = st.tuples(st.just("tick"), st.integers(1, 60))
 crowds = st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks))

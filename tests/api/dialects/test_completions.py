@@ -234,6 +234,11 @@ def test_a_prompt_is_scored_without_an_answer(server: Server) -> None:
     assert server.backend.requests[-1].max_tokens == 1
 
 
+def test_scores_of_prompts_are_bounded_together(server: Server) -> None:
+    refused = post(server, {"prompt": [[5] * 199] * 126, "prompt_logprobs": 20})
+    assert "25074 tokens to score with 20" in assert_error(refused, 400, "invalid_request")["message"]
+
+
 def test_the_one_token_behind_a_scored_prompt_has_a_score_even_if_it_is_an_end_token(server: Server) -> None:
     """lm-eval leaves out an answer's last score, as the one of the token behind the prompt."""
     post(server, {"prompt": "wide", "echo": True, "logprobs": 1, "max_tokens": 1})

@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, Response
 from ..errors import Code, MlxtpError, RequestError
 from ..text.answers import ReadingPlan, StopFinder
 from ..text.calls import CallReader
-from ..text.conversation import Conversation, GenerationOptions, GenerationRequest, characters
+from ..text.conversation import ChatMessage, Conversation, GenerationOptions, GenerationRequest, characters
 from ..text.replay import Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
-from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
+from ..text.transcript import AnswerEvent, ContentDelta, Finish, ReasoningDelta, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, Dialect, Json, Operation, compact, error_status, in_words_of
 from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRIORITY = "x-mlxtp-priority"  #: Header with the class of a request.
+MOST_BEGUN = 4096  #: tokens of an answer's beginning that a rank reads by a grammar, while others wait
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 _PLAIN = "/#:@+=,;!~ "  # not escaped in a header, nor are letters and digits
 
@@ -61,10 +62,12 @@ class _PreparedRequest:
     place: Beginning | None
 
     def transcripts(self) -> list[Transcript]:
+        """Return a transcript for each choice. Raises RequestError for a beginning that is no such one."""
         finder = StopFinder(self.stops) if self.stops else None  # builds its tables once for all choices
-        return [
+        given = _given(self.about.ask)
+        found = [
             Transcript(
-                self.text.detokenizer(skip=self.model.eos),
+                self.text.detokenizer(skip=self.model.eos, inside=given is not None),
                 copy(finder),
                 self.requests[0].logprobs >= 0,
                 silent=self.about.ask.options.max_tokens == 0,
@@ -74,6 +77,10 @@ class _PreparedRequest:
             )
             for index in range(len(self.requests))
         ]
+        if given is not None:
+            for transcript in found:
+                transcript.begin_with(given)
+        return found
 
     def _plan(self) -> ReadingPlan | None:
         """Return the plan for reading an answer; None when it can contain only text."""
@@ -229,6 +236,11 @@ class Generation:
             ask = replace(ask, options=_left(ask.options, waited_s))
         about.ask = ask = replace(ask, model=lease.model or ask.model)
         job = await self._job(about, body, client, sharer)
+        if (given := _given(ask)) is None:
+            transcripts = job.transcripts()
+        else:  # it may be long
+            size = len(given.text or given.reasoning)
+            transcripts = await job.text.line(size).run(job.transcripts, client)
         body.release()
         for told in job.requests:
             answers.add(
@@ -249,7 +261,6 @@ class Generation:
                 error.param = error.param or ("response_format" if ask.options.format is not None else field)
             raise
         about.group = answers.group
-        transcripts = job.transcripts()
 
         def ended(record: WholeAnswer, finish: Finish) -> None:
             if job.place is not None:
@@ -257,7 +268,10 @@ class Generation:
                 answer = CompleteAnswer(prompt, tokens, record, finish)
                 self._prompts.remember(job.text, job.model.eos, job.place, answer)
 
-        return answers.events(transcripts, ended)
+        if given is None:
+            return answers.events(transcripts, ended)
+        begun = ReasoningDelta(0, given.reasoning), ContentDelta(0, given.text)
+        return answers.events(transcripts, ended, begun)
 
     async def _job(self, about: About, body: Body, client: str, sharer: str) -> _PreparedRequest:
         ask, options = about.ask, about.ask.options
@@ -278,6 +292,9 @@ class Generation:
         )
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
+        given = _given(ask)
+        if guided and given is not None:
+            shaping = replace(shaping, grammar_begun=_begun(text, prompts[0], given.text))
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_scores(sum(map(len, prompts)) * options.n, options)
         settings.check_min_tokens(shaping.min_tokens, options.max_tokens)
@@ -307,7 +324,7 @@ class Generation:
         about.names, about.model = name, about.model or model.id
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         about.prompt_ids = tuple(prompts)
-        thinking = not guided and text.thinks_on(prompts[0])
+        thinking = not guided and text.thinks_on(prompts[0]) if given is None else not given.text
         own_style = not (held.forced or held.dropped)  # a template writes what the model wrote
         place = prompted.place if own_style else None
         return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking, place)
@@ -330,6 +347,24 @@ class Adapter(Dialect):
 async def _come(lease: ModelLease) -> None:
     async for _ in lease.wait():
         pass
+
+
+def _given(ask: GenerationRequest) -> ChatMessage | None:
+    """Return the beginning of the answer, if the client gave one."""
+    prompt = ask.prompt
+    return prompt.messages[-1] if isinstance(prompt, Conversation) and prompt.continues else None
+
+
+def _begun(text: Text, prompt: Sequence[int], given: str) -> int:
+    """Return the number of tokens of an answer's beginning that its grammar reads. Raises RequestError."""
+    if 0 < (count := text.spelling(prompt, given)) <= MOST_BEGUN:
+        return count
+    why = f"has {count} tokens; at most {MOST_BEGUN} can be held to a format"
+    if not count:
+        why = (
+            "cannot be held to a format: it is a thought, or its first token is partly of the text before it"
+        )
+    raise RequestError(f"the assistant's last message {why}; leave out one of both", param="messages")
 
 
 def _left(options: GenerationOptions, waited_s: float) -> GenerationOptions:

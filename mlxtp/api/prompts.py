@@ -69,12 +69,18 @@ class Prompts:
         stamp = text.stamp() if text.has_chat_template else ""
         base = base_key(conversation, client, model.id, str(model.path), text.identity, stamp)
         places = list(beginnings(base, conversation.messages))
-        place = places[-1] if conversation.messages[-1].role != "assistant" else None
-        if (found := self._memory.find(places)) is not None:
+        asked = conversation.messages[: -1 if conversation.continues else None]
+        place = None
+        if asked and asked[-1].role != "assistant":
+            place = [*beginnings(base, asked)][-1] if conversation.continues else places[-1]
+        while (found := self._memory.find(places)) is not None:
             answered, answer = found
             eos = model.eos if isinstance(model, ModelInfo) else ()
             if (replay := replayed(text, conversation, answered, answer, eos)) is not None:
                 return WrittenPrompts((), conversation, replay, place)
+            if not conversation.continues or answered is not places[-1]:
+                break
+            places.pop()  # the answer before the one that goes on
         return WrittenPrompts((text.rendered(conversation),), conversation, place=place)
 
     def remember(self, text: Text, eos: Sequence[int], place: Beginning, answer: CompleteAnswer) -> None:
@@ -111,7 +117,8 @@ async def encoded(
             tail = replay.rest
             if place is not None:  # its tokens may have thoughts that the client left out
                 known = len(replay.thoughts)
-                place = replace(place, thoughts=(*replay.thoughts, *place.thoughts[known:]))
+                thoughts = (*replay.thoughts, *place.thoughts[known:])
+                place = replace(place, thoughts=thoughts[: len(place.thoughts)])
         else:
             tail = text.rendered(conversation) if replay is not None else str(written.texts[0])
             tokens = text.encoded(tail, special=False)  # a template writes special tokens itself
@@ -143,7 +150,7 @@ def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int,
 
 def _opening(text: Text, conversation: Conversation) -> str:
     """Return the start of an answer as the template writes it even after a short conversation, or ""."""
-    short = replace(conversation, messages=(ChatMessage("user", "x"),), tools=())
+    short = replace(conversation, messages=(ChatMessage("user", "x"),), tools=(), continues=False)
     asked, before = (text.rendered(short, prompting) for prompting in (True, False))
     return asked.removeprefix(before) if asked.startswith(before) else ""
 

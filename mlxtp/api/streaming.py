@@ -205,13 +205,16 @@ class Choices:
     def progress(self) -> Progress:
         return self._answers[0].progress() if self._answers else Progress()
 
-    def events(self, transcripts: Sequence[Transcript], ended: End) -> AsyncGenerator[AnswerEvent]:
-        """Return the events of all answers, one transcript for each. `ended` is called before each `Finish`.
+    def events(
+        self, transcripts: Sequence[Transcript], ended: End, begun: Sequence[AnswerEvent] = ()
+    ) -> AsyncGenerator[AnswerEvent]:
+        """Return the events of all answers, one transcript for each. `ended` is called before each `Finish`,
+        with an answer that includes `begun`, which the client gave.
 
         Raises an answer's error: then none is complete.
         """
         parts = [
-            _recorded(_events(index, answer, transcript), ended)
+            _recorded(_events(index, answer, transcript), ended, begun)
             for index, (answer, transcript) in enumerate(zip(self._answers, transcripts, strict=True))
         ]
         return parts[0] if len(parts) == 1 else interleaved(parts)
@@ -267,8 +270,12 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
     yield _finish(index, transcript, end, began_ns)
 
 
-async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGenerator[AnswerEvent]:
+async def _recorded(
+    events: AsyncGenerator[AnswerEvent], end: End, begun: Sequence[AnswerEvent]
+) -> AsyncGenerator[AnswerEvent]:
     record = WholeAnswer()
+    for event in begun:
+        record.see(event)
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Finish):

@@ -318,12 +318,17 @@ class Requests:
         guide: Guided | None = None
         try:
             if grammar is not None:
-                begun = request.tokens[len(request.tokens) - request.answered :]
-                guide = Guided(grammar.matcher(), self._vocabulary, request.max_tokens, begun)
+                given = request.shaping.grammar_begun
+                begun = request.tokens[len(request.tokens) - request.answered - given :]
+                guide = Guided(grammar.matcher(), self._vocabulary, request.max_tokens + given, begun)
             if guide is None or not guide.finished:
                 self.scheduler.add(request, guide)
         except MlxtpError as error:
-            self._emitter.send_error(request.uid, error.code, error.detail)
+            code, why = error.code, error.detail
+            if guide is None and request.shaping.grammar_begun and not request.answered:
+                code = Code.BAD_REQUEST
+                why = f"the assistant's last message is no beginning that the answer's format allows: {why}"
+            self._emitter.send_error(request.uid, code, why)
             return
         if guide is not None and guide.finished:  # the resumed answer lacks only its end
             self.emit((msg.Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import NamedTuple
 
+from ..errors import RequestError
 from .calls import CallReader, CallText, ReaderState, TextPiece
 from .markups import Markup
 
@@ -142,6 +143,20 @@ class AnswerParser:
         if not plan.thinking:
             self._begin_bare()
 
+    def begin_with(self, pieces: Sequence[TextPiece]) -> None:
+        """Read the beginning of an answer, which the client gave. Of that only an open call is shown.
+
+        Raises RequestError if it has a whole call.
+        """
+        self._opening = None
+        read = chain.from_iterable(map(self._read, pieces))
+        self._shown.begun = [part for part in read if part.call is not None]
+        if self._reader is not None and self._reader.complete:
+            why = "the last message, the assistant's, has a whole call in its text, which needs a result"
+            raise RequestError(f"{why}; send it in tool_calls, with its result", param="messages")
+        text = "".join([text for text, _ in pieces])
+        self._shown.known = text[len(text) - self.held :]
+
     @property
     def held(self) -> int:
         waiting = [self._finder.held, len(self._waiting), self._shown.held, len(self._first_words)]
@@ -152,10 +167,6 @@ class AnswerParser:
     @property
     def thinking(self) -> bool:
         return self._kind is PartKind.THOUGHT
-
-    @property
-    def calls(self) -> int:
-        return 0 if self._reader is None else self._reader.complete
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield the parts that are certain by now. `special`: the text is one special token."""
@@ -321,11 +332,12 @@ class AnswerParser:
         reader = self._reader
         if reader is None or reader.format.addressed or not self._thought:
             return
-        inner = AnswerParser(ReadingPlan(Markup(), calls=reader.another()))
+        again = reader.another()
+        inner = AnswerParser(ReadingPlan(Markup(), calls=again))
         calls: list[CallText] = []
         for part in chain(*[inner.push(*piece) for piece in self._thought], inner.finish(cut)):
             calls = [] if part.call is None else [*calls, part.call]
-        for call in calls if inner.calls else ():
+        for call in calls if again.complete else ():
             index = call.index - calls[0].index
             if index < reader.most or not reader.most:
                 yield AnswerPart(PartKind.CALL, call=replace(call, index=index))
@@ -401,13 +413,15 @@ class _ShownParts:
         self.dropped = dropped
         self._trailing = _HeldText()  #: white space to show if another part of the last kind follows
         self._last = PartKind.SAID
+        self.begun: list[AnswerPart] = []  #: an open call that the client began
+        self.known = ""  #: text that the client gave, which is still to arrive
 
     @property
     def held(self) -> int:
         return len(self._trailing)
 
     def pass_on(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
-        yield from self._trimmed(self._stopping(parts))
+        yield from self._trimmed(self._stopping(self._new(parts)))
         if self._stops is not None and self._stops.found:
             yield from self.finish()
 
@@ -416,6 +430,19 @@ class _ShownParts:
         space = self._trailing.take()
         if space and self._last is PartKind.SAID:
             yield AnswerPart(PartKind.SAID, space)
+
+    def _new(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
+        """Yield the parts without text that the client gave."""
+        begun, self.begun = self.begun, []
+        yield from begun
+        for part in parts:
+            known, self.known = self.known, ""
+            if not known:
+                yield part
+            elif part.text and known.startswith(part.text):
+                self.known = known[len(part.text) :]
+            else:
+                yield part._replace(text=part.text.removeprefix(known))
 
     def _stopping(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:

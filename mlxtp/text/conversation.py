@@ -55,6 +55,7 @@ class Conversation:
     thinking: bool | None = None  #: None leaves it to the model's template.
     template_options: Mapping[str, Any] = field(default_factory=dict)
     needs_thinking: bool = False  #: Models that cannot think are refused.
+    continues: bool = False  #: The last message, the assistant's, is the beginning of the answer.
 
 
 Prompt = str | tuple[int, ...]  #: Text or tokens to continue, without a chat template.

@@ -123,6 +123,16 @@ class RememberedAnswer:
     def size(self) -> int:
         return 4 * len(self.tokens) + _DIGEST_BYTES * len(self.thoughts) + OVERHEAD_BYTES
 
+    def continued(self, text: Text, turns: Sequence[ChatMessage]) -> Replay | None:
+        """Return the prompt that is this answer. The client may have added white space, not taken any."""
+        given, written = turns[-1].text, text.decoded(self.tokens[-_LAST:]) + self.text
+        same = given.rstrip()
+        shown, space = same[-_SHOWN:], given[len(same) :]
+        more = "" if written.endswith(shown + space) else space
+        if len(turns) > 1 or not same or not written.endswith(shown + space.removesuffix(more)):
+            return None
+        return Replay(tuple(self.tokens), self.text + more, True, self.thoughts)
+
 
 class AnswerMemory:
     """Remembered answers within `most_bytes`, for any thread. It drops the least recently used."""
@@ -242,6 +252,8 @@ def replayed(
 
     The messages before the answer, except thoughts, must look the same before any other message.
     """
+    if conversation.continues and place.stop == len(conversation.messages):
+        return answer.continued(text, conversation.messages[place.start : place.stop])
     mark = f"mlxtp{secrets.token_hex(8)}"
     if (messages := _marked(conversation.messages, place, answer.ids, mark)) is None:
         return None

@@ -45,11 +45,12 @@ class TokenBytes:
 class Detokenizer:
     """One answer's token ids in, its text out, except for ids in `skip`. Exact and linear."""
 
-    def __init__(self, table: TokenBytes, skip: Collection[int]) -> None:
+    def __init__(self, table: TokenBytes, skip: Collection[int], *, inside: bool = False) -> None:
+        """`inside`: text goes before the answer, so an initial space is its own."""
         self._table = table
         self._skip = frozenset(skip)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip = table.strip
+        self._strip = table.strip and not inside
 
     def push(self, tokens: Iterable[int]) -> str:
         """Return the text that is certain by now. An incomplete character waits for more tokens."""

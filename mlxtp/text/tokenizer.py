@@ -20,6 +20,7 @@ from .chat_template import (
     template_options,
     traits_of,
 )
+from .continuation import continued_prompt
 from .conversation import ChatMessage, Conversation, tool_json
 from .markups import JSON_CALLS, call_format, thought_markup
 from .renderer import Renderer, SandboxedRenderer
@@ -73,13 +74,22 @@ class Text:
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Unless `exact`, messages that the template refuses or omits are rewritten more plainly. Raises
-        RequestError if there is no template, or it omits something in every form.
+        That is the last message if the conversation `continues`. Unless `exact`, messages that the template
+        refuses or omits are rewritten more plainly. Raises RequestError if there is no template, or it omits
+        something in every form.
         """
         if not self.has_chat_template:
             why = "this model has no chat template, so it cannot answer chat messages"
             remedy = "use its instruct or chat version"
             raise RequestError(f"{why}; {remedy}", Code.NOT_SUPPORTED, param="messages")
+        if prompting and conversation.continues:
+            return continued_prompt(conversation, self.markup, partial(self._rendered, exact=exact))
+        return self._rendered(conversation, prompting, exact, complete=prompting)
+
+    def _rendered(
+        self, conversation: Conversation, prompting: bool, exact: bool, complete: bool = True
+    ) -> str:
+        """Return the prompt; with `complete` it has all of the conversation. Raises RequestError."""
         options = template_options(conversation)
         refusal: RequestError | None = None
         for traits in [self.traits] if exact else plainer(self.traits):
@@ -89,7 +99,7 @@ class Text:
             tools = [tool_json(tool) for tool in conversation.tools] if traits.tools else []
             try:
                 prompt = self._writer.render(messages, tools, options, prompting=prompting)
-                if not prompting or not (lacks := left_out(prompt, messages, tools)):
+                if not complete or not (lacks := left_out(prompt, messages, tools)):
                     return prompt
                 raise RequestError(f"the model's chat template leaves out {lacks}", param="messages")
             except RequestError as error:
@@ -143,6 +153,16 @@ class Text:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
 
+    def spelling(self, tokens: Sequence[int], end: str) -> int:
+        """Return the number of last tokens that spell this text; 0 if none spell it and nothing else."""
+        wanted, bytes_of = end.encode(errors="replace"), self._writer.facts.tokens.joined
+        left = len(wanted)
+        for count, token in enumerate(reversed(tokens), 1):
+            left -= len(bytes_of((token,)))
+            if left <= 0:
+                return count if bytes_of(tokens[-count:]) == wanted else 0
+        return 0
+
     def name(self, token: int) -> Name:
         """Return a token's name in log-probabilities. Bytes of an incomplete character show as U+FFFD."""
         if (special := self.specials.get(token)) is not None:
@@ -150,5 +170,5 @@ class Text:
         piece = self._writer.facts.tokens.joined((token,))
         return (piece.decode(errors="replace"), tuple(piece)) if piece else (f"<{token}>", None)
 
-    def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
-        return Detokenizer(self._writer.facts.tokens, {*self.specials, *skip})
+    def detokenizer(self, skip: Collection[int] = (), *, inside: bool = False) -> Detokenizer:
+        return Detokenizer(self._writer.facts.tokens, {*self.specials, *skip}, inside=inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Literal
 
 from .answers import AnswerParser, AnswerPart, PartKind, ReadingPlan, StopFinder
 from .calls import CallText
-from .conversation import Call, StreamEnd, TokenScore
+from .conversation import Call, ChatMessage, StreamEnd, TokenScore
 from .json_limits import parsed
 from .token_bytes import Detokenizer
 
@@ -153,6 +154,16 @@ class Transcript:
         self.tokens = array("i")  #: up to the end, including the token that completed a stop string
         self.thought = 0  #: tokens that are thoughts or end them
         self.called = False  #: A tool call began.
+
+    def begin_with(self, given: ChatMessage) -> None:
+        """Read the beginning of the answer, which is not shown again. Raises RequestError."""
+        if self._channels is None:
+            return
+        text = given.text or given.reasoning
+        marks = [mark for mark in self._specials.values() if mark in text]
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        self._channels.begin_with([(piece, piece in marks) for piece in pieces if piece])
+        self._made = self._channels.held
 
     @property
     def used(self) -> int:

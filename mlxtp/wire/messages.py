@@ -36,7 +36,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -107,6 +107,7 @@ class Shaping:
     min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)  #: before any end token
     grammar_kind: str = _f(choice("", "json_schema", "regex", "lark"), default="")
     grammar: str = _f(text(MAX_GRAMMAR, raw=True), default="")
+    grammar_begun: int = _f(integer(0, MAX_CONTEXT), default=0)  #: The prompt's last tokens are in it too.
 
 
 GREEDY = Sampling()

@@ -72,6 +72,48 @@ def test_later_turns_compute_only_what_is_new(client: openai.OpenAI) -> None:
         told.append(answer.choices[0].message.model_dump(exclude_none=True))
 
 
+def test_a_beginning_and_what_follows_it_are_the_uninterrupted_answer(client: openai.OpenAI) -> None:
+    asked = user(f"Repeat exactly: {SECRET}-{SECRET}")
+
+    def rest(given: str) -> Any:
+        messages = [*asked, {"role": "assistant", "content": given}]
+        return client.chat.completions.create(model="tiny", messages=messages)
+
+    whole = client.chat.completions.create(model="tiny", messages=asked, logprobs=True)
+    text, tokens = whole.choices[0].message.content or "", (whole.choices[0].logprobs or fail()).content or []
+    words = [each.token for each in tokens if each.bytes]
+    assert "".join(words) == text == f"{SECRET}-{SECRET}"
+    for count in range(1, len(words) + 1, 3):
+        given = "".join(words[:count])
+        answer = rest(given)
+        assert given + answer.choices[0].message.content == text
+        assert answer.usage.total_tokens == (whole.usage or fail()).total_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - 1
+    cut: Any = client.chat.completions.create(model="tiny", messages=asked, max_tokens=9)
+    first = cut.choices[0].message.content
+    assert first + rest(first).choices[0].message.content == text
+
+
+def fail() -> Any:
+    raise AssertionError("a field is missing")
+
+
+def test_a_beginning_that_its_format_allows_is_continued_within_it(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+    def rest(given: str) -> Any:
+        messages = [*user("Say something."), {"role": "assistant", "content": given}]
+        asked: Any = {"model": "tiny", "messages": messages, "response_format": form, "max_tokens": 30}
+        return client.chat.completions.create(**asked).choices[0]
+
+    for given in ('{"', '{"n": ', '{"n": 7, "o', '{"n": 7, "ok": true}'):
+        answer = rest(given)
+        assert answer.finish_reason == "stop"
+        assert set(json.loads(given + answer.message.content)) == {"n", "ok"}
+    with pytest.raises(openai.BadRequestError, match="no beginning that the answer's format allows"):
+        rest('{"m')
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_hides_no_cached_tokens(client: openai.OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": user(f"{ENDLESS} {stream}"), "stop": [" 4"]}

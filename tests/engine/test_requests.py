@@ -112,6 +112,29 @@ def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, 
     assert [end.reason for end in ended] == [reason]
 
 
+@pytest.mark.parametrize(("given", "fits"), [('"gra', True), ('"gram"', True), ("gra", False)])
+def test_a_grammar_reads_the_beginning_that_is_in_the_prompt(given: str, fits: bool) -> None:
+    started, refused, ended = list[Any](), list[Any](), list[Finished]()
+    emitter = SimpleNamespace(
+        send_error=lambda *error: refused.append(error), accept=lambda _: None, emit=ended.extend
+    )
+    requests = Requests(*cast(Any, (None, None, RequestShaping(), emitter)))
+    requests.scheduler = cast(Any, SimpleNamespace(add=lambda _, guide: started.append(guide)))
+    requests._vocabulary = 512
+    grammars = Grammars(TINY, 512, model_of(TINY)[1])
+    try:
+        grammar = grammars.compile("json_schema", '{"type": "string"}')
+        tokens = [token for each in given for token in TOKENIZER.encode(each, add_special_tokens=False).ids]
+        shaping = Shaping(grammar_kind="json_schema", grammar="", grammar_begun=len(tokens))
+        requests._start(Generate(1, (9, *tokens), 8, shaping=shaping), grammar)
+    finally:
+        grammars.close()
+    if not fits:
+        [(_, code, why)] = refused
+        assert (code, "no beginning that the answer's format allows" in why) == (Code.BAD_REQUEST, True)
+    assert len(started) + len(ended) == fits
+
+
 def test_one_client_s_grammars_leave_places_for_others_and_clients_take_turns(
     requests: Requests, refused: dict[int, Code]
 ) -> None:

@@ -354,7 +354,8 @@ def test_a_call_that_is_passed_on_while_it_comes_ends_where_the_budget_does() ->
         *reading.finish(True),
     ]
     assert [part.call.text for part in parts if part.call] == ["", '{"path": "a']
-    assert reading.calls == 0
+    assert reading._reader is not None
+    assert reading._reader.complete == 0
 
 
 HARMONY = MARKUPS["<|channel|>analysis<|message|>"]
@@ -444,7 +445,8 @@ def test_so_many_calls_are_read_as_are_wanted_and_at_once() -> None:
         assert read({"name": name, "most": 1}, text) == seen("", "", [ADDED])
     reading = parser("qwen_xml", most=1)
     assert [part.call.name for part in reading.push(XML) if part.call] == ["add", ""]
-    assert reading.calls == 1
+    assert reading._reader is not None
+    assert reading._reader.complete == 1
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ from .request_parts import (
     arguments_text,
     check_parts,
     content_text,
+    continued,
     lines,
     log_left_out,
     newest,
@@ -155,12 +156,6 @@ def parse_messages(body: bytes) -> GenerationRequest:
     """Return the request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(MessagesRequest, body)
     ask = _ask(request)
-    if request.messages[-1].role == "assistant":
-        raise not_supported(
-            "the last message is the assistant's: to continue it is not supported; "
-            "end with a message of the user",
-            f"messages[{len(request.messages) - 1}].role",
-        )
     options = GenerationOptions(
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
@@ -191,9 +186,23 @@ def _ask(request: CountRequest) -> GenerationRequest:
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=None if thinking is None else _THINKING[thinking.type],
     )
+    if request.messages[-1].role == "assistant":
+        conversation = _continued(conversation)
     hides = thinking is not None and thinking.display == "omitted"
     asked = AnthropicAnswerOptions(request.model if theirs else None, hides)
     return GenerationRequest(None if theirs else request.model, conversation, dialect=asked)
+
+
+def _continued(conversation: Conversation) -> Conversation:
+    """Return the conversation whose answer continues the last message, in Anthropic's limits."""
+    last = conversation.messages[-1]
+    if last.text != last.text.rstrip():
+        words = "final assistant content cannot end with trailing whitespace"
+    elif conversation.thinking and not last.reasoning and last.text:
+        words = "when thinking is enabled, a final assistant message must start with a thinking block"
+    else:
+        return continued(conversation)
+    raise RequestError(f"messages: {words}", param="messages")
 
 
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}

@@ -30,6 +30,7 @@ from .request_parts import (
     arguments_text,
     check_parts,
     content_text,
+    continued,
     lines,
     newest,
     role_of,
@@ -217,6 +218,8 @@ def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
     if not chat.messages:
         raise NoPrompt(asked, chat.keep_alive)
     conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
+    if conversation.messages[-1].role == "assistant":
+        conversation = continued(conversation)
     return _ask(chat, asked, arrival, _thinking(conversation, chat))
 
 

@@ -34,6 +34,7 @@ from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, no
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (
+    FLAGS,
     MOST_TOKENS,
     THOUGHTS,
     ClientTool,
@@ -41,8 +42,10 @@ from .request_parts import (
     Parameters,
     TextReader,
     arguments_text,
+    begins_answer,
     check_parts,
     content_text,
+    continued,
     lines,
     log_left_out,
     newest,
@@ -156,6 +159,9 @@ class ChatRequest(PromptBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Json | None = None
+    # a last message of the assistant, as vLLM and SGLang call it
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     # refused by `_check_supported`
     functions: list[Any] | None = None
     function_call: str | Json | None = None
@@ -204,6 +210,9 @@ def parse_chat(body: bytes) -> GenerationRequest:
         None if request.reasoning_effort is None else request.reasoning_effort != "none",
         _template_options(request),
     )
+    given = request.chat_template_kwargs or {}  # some clients send the flags there
+    if begins_answer([given.get(name, getattr(request, name)) for name in FLAGS], conversation):
+        conversation = continued(conversation)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     own = GenerationOptions(
         request.n or 1,
@@ -274,11 +283,12 @@ def _thinking(message: MessageInput) -> tuple[Any, ...]:
 
 
 #: Variables that mlxtp sets in a template; clients may set the others.
-_OWN_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict")
+_OWN_VARIABLES = ("messages", "tools", "tokenize", "chat_template", "return_dict")
 
 
 def _template_options(request: ChatRequest) -> Json:
-    options = request.chat_template_kwargs or {}
+    given = request.chat_template_kwargs or {}
+    options = {name: value for name, value in given.items() if name not in FLAGS}
     for name in options:
         if name in _OWN_VARIABLES or not name.isidentifier():
             where = f"chat_template_kwargs.{name}"

@@ -289,6 +289,44 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+FLAGS = ("continue_final_message", "add_generation_prompt")
+
+
+def begins_answer(flags: Sequence[object], conversation: Conversation) -> bool:
+    """Return True if the last message is the beginning of the answer. Raises RequestError.
+
+    `flags`: the values of `FLAGS`. Without any, a message of the assistant is.
+    """
+    for name, flag in zip(FLAGS, flags, strict=True):
+        if not isinstance(flag, bool | None):
+            raise wrong(name, "true or false", flag)
+    continues, prompts = flags
+    if continues is not None and continues == prompts:
+        words = f"{FLAGS[0]} and {FLAGS[1]} are both {str(continues).lower()}"
+        raise RequestError(f"{words}: send one of them, or opposite ones", param=FLAGS[0])
+    if conversation.messages[-1].role == "assistant":
+        return bool(not prompts if continues is None else continues)
+    if continues or prompts is False:
+        field = FLAGS[not continues]
+        words = f"{field}: the last message is not the assistant's, so there is no answer to continue"
+        raise RequestError(f"{words}; leave the field out", param=field)
+    return False
+
+
+def continued(conversation: Conversation) -> Conversation:
+    """Return the conversation whose answer continues the last message, the assistant's. Raises RequestError.
+
+    An empty message begins nothing: the answer takes its place.
+    """
+    *before, last = conversation.messages
+    if last.calls:
+        words = "the last message, the assistant's, calls tools, and a call cannot be continued"
+        raise RequestError(f"{words}; send the calls' results after it", param="messages")
+    if last.text or last.reasoning:
+        return replace(conversation, continues=True)
+    return replace(conversation, messages=tuple(before)) if before else conversation
+
+
 # --- tools ------------------------------------------------------------------------------------------------
 
 

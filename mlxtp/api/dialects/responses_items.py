@@ -470,6 +470,8 @@ class _Reader:
         self._known = names
         self._system = [instructions] if instructions else []
         self._names: dict[str, str] = {}  # names of called functions, by call id
+        self._text = ""
+        self._begun = False  # the next message goes on in the last one
         self._begin()
 
     def read(self, item: Json) -> None:
@@ -491,7 +493,8 @@ class _Reader:
                 self._thoughts.append(_text(item["content"] or item["summary"]))
             case _ if item["role"] == "assistant":
                 self._assistant(begins=True)
-                self._said, self._text = True, _text(item["content"])
+                self._text = self._text * self._begun + _text(item["content"])
+                self._said, self._begun = True, item.get("begun", False)
             case _:
                 self._read_message(item["role"], _text(item["content"]))
 
@@ -507,13 +510,14 @@ class _Reader:
 
     def _begin(self) -> None:
         self._said = False
+        self._begun = False
         self._text = ""
         self._thoughts: list[str] = []
         self._calls: list[Call] = []
 
     def _assistant(self, *, begins: bool) -> None:
         """Close the turn before the assistant's. `begins`: also one of the assistant with text or calls."""
-        if self._system or (begins and (self._said or self._calls)):
+        if self._system or (begins and not self._begun and (self._said or self._calls)):
             self.close()
 
     def _called(self, item: Json) -> Call:

@@ -28,7 +28,7 @@ from ..request_body import (
     shown,
     wrong,
 )
-from .request_parts import MOST_TOKENS, OpenAIBody, Tools, log_left_out, tool_choice, unfold
+from .request_parts import MOST_TOKENS, OpenAIBody, Tools, continued, log_left_out, tool_choice, unfold
 from .responses_items import (
     COMPACT,
     items_of,
@@ -246,6 +246,9 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     given_tools, repeated = read_tools(request.tools or (), "tools")
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
     items = still_meant(items)
+    continues = _continues(request.input)
+    if continues:
+        items[-1] |= {"begun": True}  # the answer's text goes on in it
     offered, choice = tool_choice(request.tool_choice, tools)
     effort = request.reasoning.effort if request.reasoning is not None else None
     conversation = Conversation(
@@ -272,7 +275,15 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     match request.input:
         case [*_, {"type": "compaction_trigger"}]:
             return _compacting(ask, conversation, items)
-    return ask
+    return replace(ask, prompt=continued(conversation)) if continues else ask
+
+
+def _continues(given: Any) -> bool:
+    """Return True if the last item is the beginning of the answer: a message that is not called complete."""
+    match given:
+        case [*_, {"role": "assistant", **last}]:
+            return last.get("type", "message") == "message" and last.get("status") != "completed"
+    return False
 
 
 def _compacting(

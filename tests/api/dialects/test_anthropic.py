@@ -566,7 +566,6 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
     ("fields", "param"),
     [
         ({"output_format": {"type": "xml"}}, "output_format.type"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
         ({"tools": [SEARCH]}, "tools[0].type"),
         ({"tools": [WEATHER, SEARCH], "tool_choice": CHOICE | {"name": "web_search"}}, "tools[1].type"),
         ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),

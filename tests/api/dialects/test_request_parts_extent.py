@@ -75,7 +75,7 @@ def test_a_body_with_too_much_in_it(roomy: Server, path: str) -> None:
 
 def test_arguments_of_calls_count_together(roomy: Server) -> None:
     calls = [{"id": "a", "function": {"name": "f", "arguments": "[" * 60_000}}] * 2
-    body: Any = {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}]}
+    body: Any = {"messages": [ASKED, {"role": "assistant", "tool_calls": calls}, ASKED]}
     assert refused(roomy, "chat/completions", json.dumps(body).encode()) == "messages"
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": f'{{"a": {"[" * 120_000}'}
     assert refused(roomy, "responses", json.dumps({"input": [ASKED, call]}).encode()) == "input[1].arguments"

@@ -11,11 +11,13 @@ from ..text.conversation import StreamEnd as StreamEnd
 from ..text.conversation import TokenEvent as TokenEvent
 from ..text.conversation import Tokens as Tokens
 from ..text.conversation import TokenScore as TokenScore
+from ..vector_files import VectorModel as VectorModel
 from ..wire.messages import GREEDY as GREEDY
 from ..wire.messages import MAX_BIASES as MAX_BIASES
 from ..wire.messages import MAX_GRAMMAR as MAX_GRAMMAR
 from ..wire.messages import PLAIN as PLAIN
 from ..wire.messages import Generate as Generate
+from ..wire.messages import Pooling as Pooling
 from ..wire.messages import Sampling as Sampling
 from ..wire.messages import Shaping as Shaping
 
@@ -49,6 +51,7 @@ class ModelInfo:
 
     `defaults` are for requests that leave a setting out; their seed is unused. `features`: `Text.features`.
     `checkpoints`: its KV caches cannot be truncated, so requests name positions to save them at.
+    `vectors`: it writes no text, but makes vectors of texts.
     """
 
     id: str
@@ -61,6 +64,7 @@ class ModelInfo:
     defaults: Sampling = GREEDY
     features: tuple[str, ...] = ()
     checkpoints: bool = False
+    vectors: VectorModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,10 @@ class TokenStream(Protocol):
     @property
     def group(self) -> str:
         """Id of the group that has the request; empty while none has it, or if unknown."""
+
+    @property
+    def vectors(self) -> Mapping[int, bytes]:
+        """Vectors of the texts of a request for them, by their places; all of them at its end."""
 
     def progress(self) -> Progress: ...
     @property

@@ -37,10 +37,12 @@ from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance
 from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
+from .vectors import TEXT, VectorAnswer, VectorRequest, check_kind, named, told_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 PRIORITY = "x-mlxtp-priority"  #: Header with the class of a request.
 MOST_BEGUN = 4096  #: tokens of an answer's beginning that a rank reads by a grammar, while others wait
@@ -200,6 +202,45 @@ class Generation:
         # Scores take long to encode; a thread keeps other requests' tokens moving.
         return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes), _headers(about)))
 
+    async def vectors(
+        self, request: Request, parse: Callable[[bytes], S], ask_of: Callable[[S], VectorRequest]
+    ) -> tuple[S, VectorAnswer]:
+        """Return the parsed body, and the vectors or scores that it asks for. Raises MlxtpError."""
+
+        def both(data: bytes) -> tuple[S, VectorRequest]:
+            return (found := parse(data)), ask_of(found)
+
+        async with self._bodies.read(request) as body:
+            found, ask = await body.parsed(both)
+            name = await self._permitted(named(ask.model, ask.kind, self.catalog.models()))
+            keep_s = ask.keep_s if (context := current()) is None or context.loads else None
+            with closing(await self._backend.acquire_model(name, 0.0, keep_s, _client(request))) as lease:
+                making = self._vectors(request, ask, body, lease, name)
+                return found, await unless_gone(request.receive, making)
+
+    async def _vectors(
+        self, request: Request, ask: VectorRequest, body: Body, lease: ModelLease, name: str | None
+    ) -> VectorAnswer:
+        arrived_ns, client, batch = time.perf_counter_ns(), _client(request), _is_batch(request)
+        await _come(lease)
+        loaded_ns = max(time.perf_counter_ns() - arrived_ns, 1)
+        model, text = await self.catalog.loaded(lease.model or name)
+        check_kind(model, ask.kind)
+        told = await text.line(body.size).run(partial(told_of, ask, model, text, batch=batch), client)
+        body.release()
+        user, sharer = ask.user[: settings.MAX_USER_CHARS], _sharer(request)
+        answer = self._backend.generate(told, model=model.id, client=client, user=user, sharer=sharer)
+        try:
+            await answer.accepted()
+            async for _ in answer:
+                pass
+        finally:
+            await answer.aclose()
+        found = [answer.vectors.get(place, b"") for place in range(len(ask.texts))]
+        if len(set(map(len, found))) != 1 or not found[0]:
+            raise MlxtpError("the ranks sent other vectors than were asked for", Code.INTERNAL)
+        return VectorAnswer(model.id, tuple(found), len(told.tokens), loaded_ns)
+
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
         """Return the response that refuses. `more` adds or replaces headers."""
         status = error_status(error)
@@ -276,6 +317,7 @@ class Generation:
     async def _job(self, about: About, body: Body, client: str, sharer: str) -> _PreparedRequest:
         ask, options = about.ask, about.ask.options
         model, text = await self.catalog.loaded(ask.model)
+        check_kind(model, TEXT)
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         about.sampling = sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)

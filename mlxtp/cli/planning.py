@@ -15,9 +15,8 @@ from ..cluster.place import PlaceView, WantedDeployment, place, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..model_files import INDEX, MAX_INDEX_BYTES, MTP_FILE, has_mtp_head, table, weight_sizes
-from ..models.descriptions import description_of
 from ..models.hub_cache import lacks
-from ..models.inspect import read_config
+from ..models.inspect import described, read_config
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
@@ -159,7 +158,7 @@ def read_model(model: str | Path) -> DescribedModel:
         )
     found = read_config(path) if path.is_dir() else _read_object(config)
     mtp = path.is_dir() and _has_head(path, found)
-    return DescribedModel(description_of(found), _weight_bytes(path), mtp)
+    return DescribedModel(described(path, found), _weight_bytes(path), mtp)
 
 
 def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:

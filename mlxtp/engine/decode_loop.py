@@ -255,7 +255,7 @@ class DecodeLoop:
         scheduler = self._requests.scheduler
         frame = scheduler.next() if scheduler is not None else None
         if scheduler is None or frame is None:
-            return False
+            return self._requests.pool()
         forward = scheduler.in_flight[-1] if isinstance(frame, msg.Forward) else NO_FORWARD
         first = bool(self._running) and self._running[-1].first
         if first and self._stages == 1 and forward.reads:

@@ -24,6 +24,7 @@ from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, context_length, number, quantizations, text_config, unreadable
 from ..model_files import INDEX, LFS, config_in, indexed, lfs_pointer, stray_files, token_count, weight_files
+from ..vector_files import headless, vector_model
 from . import sharding
 from .families import attend_to_latents
 from .group import Group, alone, uncounted
@@ -587,8 +588,13 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
     _check_files(folder)
     try:
         with as_mlx_lm_reads(folder) as alone:
+            whole = headless(vector_model(folder, config))
+            more, classes = (
+                {**quantizations(config), **whole},
+                {"get_model_classes": _bare_classes} if whole else {},
+            )
             model, config = load_model(
-                alone, lazy=True, strict=True, model_config=quantizations(config), trust_remote_code=False
+                alone, lazy=True, strict=True, model_config=more, trust_remote_code=False, **classes
             )
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
@@ -598,6 +604,23 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
     except MLX_LM_RAISES as error:
         raise _failure(folder.name, error) from error
     return model, config
+
+
+def _bare_classes(config: Config) -> tuple[Any, Any]:
+    """Return a family's classes, which also read a decoder that is stored without its head and prefix."""
+    from mlx_lm.utils import _get_classes
+
+    family, arguments = _get_classes(config)
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> Any:
+        if not any(name.startswith("model.") for name in weights):
+            weights = {f"model.{name}": array for name, array in weights.items()}
+        plain = getattr(super(whole, self), "sanitize", dict)
+        return plain(weights)
+
+    own = {"sanitize": sanitize, "__module__": family.__module__}
+    whole = type(family.__name__, (family,), own)
+    return whole, arguments
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
+from .pooling import ON_CPU, ON_GPU, Pooler, PoolingRequests, PoolingStep, can_pool
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .steps import Policy, SampledToken, StepResult
@@ -91,6 +92,13 @@ class Emitter:
                 )
             )
 
+    def vectors(self, step: PoolingStep) -> None:
+        size = len(step.data) // max(len(step.places), 1)
+        most = max(msg.MAX_VECTOR_BYTES // max(size, 1), 1)
+        for at in range(0, len(step.places), most):
+            data = step.data[at * size : (at + most) * size]
+            self._pipe.send(msg.Vectors(step.uid, step.places[at : at + most], data))
+
     def accept(self, uid: int) -> None:
         self._pipe.send(msg.Accepted(uid))
 
@@ -141,6 +149,7 @@ class Requests:
         self._shaping = shaping
         self._emitter = emitter
         self._policy: Policy | None = None
+        self._pooling: PoolingRequests | None = None
         self._grammars: Grammars | None = None
         self._compiling: dict[int, msg.Generate] = {}
         #: Grammars that wait for compilation, by kind and text: the number in FairQueue, client and `batch`.
@@ -196,6 +205,9 @@ class Requests:
         self._shaping.prepare(self._vocabulary, rank.eos)
         self._grammars = Grammars(Path(command.path), self._vocabulary, rank.eos)
         self._grammars.read()
+        if can_pool(rank.loaded, bootstrap.world_size):
+            pooler = Pooler(rank.loaded, ON_GPU if gpu else ON_CPU)
+            self._pooling = PoolingRequests(pooler, rank.status)
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: msg.Loaded, *, clear: bool) -> int:
@@ -209,7 +221,7 @@ class Requests:
     def close(self) -> None:
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
-        self.scheduler = self._policy = None
+        self.scheduler = self._policy = self._pooling = None
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -222,6 +234,8 @@ class Requests:
         self._lined_up.clear()
         self._waiting_since.clear()
         self._shaping.clear()
+        if self._pooling is not None:
+            self._pooling.clear()
         if self._policy is not None:
             self._start_over()
 
@@ -248,10 +262,17 @@ class Requests:
         self.scheduler.speculation.use = self._rank.status.drafts
 
     def admit(self, request: msg.Generate) -> None:
-        shaping, new, why, code = request.shaping, request.max_tokens, "", Code.BAD_REQUEST
+        shaping, lengths, why, code = request.shaping, request.pooling.lengths, "", Code.BAD_REQUEST
         self._emitter.admit(request.uid)
-        prompt = len(request.tokens) - request.answered
-        if len(shaping.bias_tokens) != len(shaping.bias_values):
+        prompt, new = len(request.tokens) - request.answered, request.max_tokens
+        if lengths:
+            prompt, new = max(lengths), 0
+        if lengths and self._pooling is None:
+            code, why = (
+                Code.NOT_SUPPORTED,
+                "vectors are computed by one rank alone, and several share the model",
+            )
+        elif len(shaping.bias_tokens) != len(shaping.bias_values):
             why = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
         elif (largest := max(*request.tokens, *shaping.bias_tokens, 0)) >= self._vocabulary:
             why = f"token {largest} is not in the model's vocabulary of {self._vocabulary}"
@@ -260,6 +281,10 @@ class Requests:
             why = f"{prompt} prompt tokens and {new} new ones exceed the model's context of {self._context}"
         if why:
             self._emitter.send_error(request.uid, code, why)
+        elif lengths and self._pooling is not None:
+            self._pooling.add(request)
+            self._waiting_since[request.uid] = time.monotonic()
+            self._emitter.accept(request.uid)
         elif shaping.grammar_kind:
             self._compile(request)
         else:
@@ -344,8 +369,25 @@ class Requests:
             if not self._who_waits_for(*wanted):
                 self._lined_up.pop(wanted, None)
             self.emit((msg.Finished(uid, "cancel", 0, 0),))
+            return
+        if self._pooling is not None and self._pooling.cancel(uid):
+            self.emit((msg.Finished(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))
+
+    def pool(self) -> bool:
+        """Run one forward for vectors, and send them. Returns False if no request waits for any."""
+        if self._pooling is None or (step := self._pooling.next()) is None:
+            return False
+        self._waiting_since.pop(step.uid, None)
+        if not step.finite:
+            self._emitter.send_error(step.uid, Code.INTERNAL, "the model's vectors are no finite numbers")
+            return True
+        self._emitter.vectors(step)
+        self._emitter.prefilled(step.uid, step.computed, 0)
+        if step.ended:
+            self.emit((msg.Finished(step.uid, "stop", 0, 0),))
+        return True
 
     def give_up_waiting(self) -> None:
         if not self._waiting_since:
@@ -355,6 +397,8 @@ class Requests:
         if waited_s < self._rank.bootstrap.queue_s or self.scheduler is None:
             return
         self.scheduler.cancel(uid)
+        if self._pooling is not None:
+            self._pooling.cancel(uid)
         self._forget(uid)
         self._emitter.send_error(uid, Code.OVERLOADED, f"no room for this request within {waited_s:.0f} s")
 

@@ -24,6 +24,7 @@ from ..wire.messages import (
     Prefilled,
     RequestEvent,
     ScoredDelta,
+    Vectors,
 )
 from .ready_groups import FallenGroups, OpenRequest, ReadyGroup, ReadyGroups
 from .request import (
@@ -173,7 +174,7 @@ class RequestDispatcher:
                     self.groups.confirmed(request, len(event.tokens))
                     request.put(event)
                     request.watch.tokens(len(event.tokens), self._meter().clock())
-            case Accepted() | Prefilled() | ScoredDelta():
+            case Accepted() | Prefilled() | ScoredDelta() | Vectors():
                 if request := self._open.get(event.uid):
                     if isinstance(event, Prefilled):
                         self.groups.advanced(request, event)
@@ -499,7 +500,7 @@ class ServedDeployments:
     def open(self) -> Iterator[tuple[int, int]]:
         """Yield client and tokens of each request that is open or waits for its model."""
         for request in self.requests:
-            yield request.generate.client, request.length
+            yield request.generate.client, request.cost
         for client in self.waiting():
             yield client, 0
 

@@ -31,7 +31,7 @@ from ..wire.messages import MAX_FRAME_TOKENS, Generate, RequestEvent, Sampling
 from .admission import Admission, AdmissionLimits, FreeMemory, SystemMemory, client_number
 from .dispatcher import NOT_READY, RequestDispatcher, ServedDeployments
 from .ready_groups import ReadyGroup
-from .request import ClientRequest, ForwardedRequest, RequestBackend
+from .request import ClientRequest, ForwardedRequest, RequestBackend, cost
 from .routing import GroupLoad
 
 WARM_UP_PROMPT = 8
@@ -178,7 +178,8 @@ class Gateway:
         return self._health(model)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        return tuple(each.model for each in self.deployments.ready() if each.model is not None)
+        models = [each.model for each in self.deployments.ready() if each.model is not None]
+        return tuple(sorted(models, key=lambda each: each.vectors is not None))  # the default writes text
 
     def text(self, model: str = "") -> Text | None:
         deployment = self.deployments.serving(model)
@@ -251,7 +252,7 @@ class Gateway:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
         if deployment is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        self.admission.check(told.client, len(told.tokens), self.deployments.open())
+        self.admission.check(told.client, cost(told, len(told.tokens)), self.deployments.open())
         if len(told.tokens) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"the prompt has {len(told.tokens)} tokens; this server takes at most {MAX_FRAME_TOKENS}",

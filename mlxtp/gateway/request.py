@@ -13,7 +13,17 @@ from ..api.backend import ModelInfo, Progress, StreamEnd, TokenEvent, Tokens, To
 from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.codecs import Message
-from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, PrefixDigests, ScoredDelta
+from ..wire.messages import (
+    Accepted,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Prefilled,
+    PrefixDigests,
+    ScoredDelta,
+    Vectors,
+)
 
 # --- retries after a group has failed under a request. Pure ----------------------------------------------
 # Most groups fail for reasons of their own, and every request continues in the next one. But a request may
@@ -82,7 +92,7 @@ def ended(code: Code, detail: str) -> GroupError:
 
 # --- of another agent's gateway; rank 0's events go back under the uid it has there -----------------------
 
-RequestProgress = Accepted | Prefilled | ScoredDelta  #: a ScoredDelta of the prompt's tokens
+RequestProgress = Accepted | Prefilled | ScoredDelta | Vectors  #: a ScoredDelta of the prompt's tokens
 RequestResult = Delta | ScoredDelta | Finished | MlxtpError  #: A Delta has one token.
 
 
@@ -94,6 +104,14 @@ class RequestBackend(Protocol):
 
 
 _numbers = itertools.count(1)
+
+
+TEXT_COST = 256  #: least tokens that each text of a request for vectors counts as
+
+
+def cost(told: Generate, tokens: int) -> int:
+    """Return the tokens that a request of `tokens` tokens counts as against the limits of open ones."""
+    return max(tokens, TEXT_COST * len(told.pooling.lengths))
 
 
 class RoutedRequest:
@@ -122,6 +140,11 @@ class RoutedRequest:
         return len(self._tokens)
 
     @property
+    def cost(self) -> int:
+        """Tokens that it counts as: a short text's vector takes room, too."""
+        return cost(self.generate, self.length)
+
+    @property
     def came(self) -> int:
         """Number of answer tokens that are not in the message."""
         return len(self._tokens) - len(self.generate.tokens)
@@ -133,7 +156,7 @@ class RoutedRequest:
 
     def hashes(self) -> list[bytes]:
         """Return the block digests of prompt and answer so far."""
-        return self._digests.blocks()
+        return [] if self.generate.pooling.lengths else self._digests.blocks()
 
 
 class ForwardedRequest(RoutedRequest):
@@ -203,6 +226,7 @@ class ClientRequest(RoutedRequest):
         #: The refusal of the request, or None once a backend has accepted it. Its client waits for that.
         self._verdict: asyncio.Future[MlxtpError | None] = asyncio.get_running_loop().create_future()
         self._ended = False
+        self.vectors: dict[int, bytes] = {}
 
     # --- called by the gateway -----------------------------------------------------------------------
 
@@ -224,7 +248,13 @@ class ClientRequest(RoutedRequest):
         self.wait_no_more()
 
     def advance(self, event: RequestProgress) -> None:
-        """Record rank 0's acceptance or prefill progress, with scores of the prompt."""
+        """Record rank 0's acceptance, prefill progress with scores of the prompt, or vectors."""
+        if isinstance(event, Vectors):
+            size = len(event.data) // len(event.texts)
+            for place, text in enumerate(event.texts):
+                if text < len(self.generate.pooling.lengths):
+                    self.vectors[text] = event.data[place * size : (place + 1) * size]
+            return
         if isinstance(event, Accepted):
             self.accept()
             return

@@ -27,6 +27,7 @@ from ..wire.messages import (
     Prefilled,
     RequestEvent,
     ScoredDelta,
+    Vectors,
     Welcome,
 )
 from ..wire.session import LinkKind, Session, Side
@@ -76,7 +77,7 @@ class RemoteBackend:
             while batch := await self._connection.receive():
                 for received in batch:
                     match received.message:
-                        case Accepted() | Prefilled() | Delta() | ScoredDelta() | Finished():
+                        case Accepted() | Prefilled() | Delta() | ScoredDelta() | Vectors() | Finished():
                             self._on_event(received.message)
                         case Error() if received.message.uid:
                             self._on_event(received.message)

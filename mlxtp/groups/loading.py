@@ -205,6 +205,7 @@ async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
         defaults=await asyncio.to_thread(load_defaults, model.path),
         features=model.text.features,
         checkpoints=found.checkpoints,
+        vectors=model.vectors,
     )
 
 

@@ -62,6 +62,7 @@ from ..wire.messages import (
     SessionEnd,
     Shutdown,
     SideChannel,
+    Vectors,
     Welcome,
 )
 from ..wire.rank_process import ANSWER_S, FREE_S, patience_s
@@ -301,7 +302,7 @@ class RankProcess:
                 elif self._end.asked_at:
                     self._leaves.set()
                 self._watcher.received_pong(self.rank, message)
-            case Delta() | ScoredDelta() | Accepted() | Prefilled() | Finished():
+            case Delta() | ScoredDelta() | Vectors() | Accepted() | Prefilled() | Finished():
                 self._watcher.emitted(message)
             case Error() if message.uid:
                 self._watcher.emitted(message)

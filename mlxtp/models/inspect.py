@@ -11,13 +11,14 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
+from ..description import Description
 from ..errors import Code, ModelError
 from ..model_config import Config, context_length, unreadable
 from ..model_config import family as family_of
@@ -33,6 +34,7 @@ from ..model_files import (
 from ..placement.model_shape import DescribedModel, ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
+from ..vector_files import ENCODERS, SUITABLE, VECTOR_FILES, VectorModel, headless, vector_model
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
 from .descriptions import description_of
@@ -58,13 +60,16 @@ class ModelSource:
     text: Text
     draft_path: Path | None = None
     shape: ModelShape | None = None  #: basis of its ranks' plan; None without a plan
+    vectors: VectorModel | None = None
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
     path = await asyncio.to_thread(folder_of, name)
     draft_path = await find_model(draft) if draft else None
     public = name if is_hub_id(name) else path.name
-    return ModelSource(public, path.resolve(), await asyncio.to_thread(Text.load, path), draft_path)
+    vectors = await asyncio.to_thread(vectors_in, path)
+    text = await asyncio.to_thread(Text.load, path)
+    return ModelSource(public, path.resolve(), text, draft_path, vectors=vectors)
 
 
 async def find_model(name: str) -> Path:
@@ -198,8 +203,9 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     repo, revision = hub_name(name)
     manifest = hub_client.look_up(repo.name, revision)
     repo.blobs.check_room(manifest)
-    some = hub_client.fetch_some(manifest, _CONFIG_FILES)
-    found = description_of(_checked(some, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES)))
+    some = hub_client.fetch_some(manifest, (*_CONFIG_FILES, *VECTOR_FILES))
+    config = _checked(some, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES))
+    found = described(some, config)
     weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
     # An MTP head within the model's own files shows once they are here.
     mtp = any(file.path == MTP_FILE for file in manifest.files)
@@ -239,7 +245,7 @@ def stored_name(name: str) -> str | None:
         return None
     if local:
         _check_whole(folder)
-    check_servable(read_config(folder))
+    check_servable(read_config(folder), vectors_in(folder))
     return lasting_name(name) if local else name
 
 
@@ -265,20 +271,44 @@ def facts_in(folder: Path) -> DescribedModel:
         mtp = has_mtp_head(folder, config)
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None
-    return DescribedModel(description_of(config), weights, mtp)
+    return DescribedModel(described(folder, config), weights, mtp)
 
 
-def check_servable(config: Config) -> None:
-    """Raise ModelError if a configuration shows at once that no group could serve its model."""
+def vectors_in(folder: Path, config: Config | None = None) -> VectorModel | None:
+    """Return how the model in this folder makes vectors; None if it writes text. Raises ModelError."""
+    try:
+        return vector_model(folder, read_config(folder) if config is None else config)
+    except (OSError, ValueError, AttributeError) as error:
+        detail = f"{folder}: its files for embeddings cannot be read: {error}"
+        raise ModelError(detail, Code.MODEL_INVALID) from None
+
+
+def described(folder: Path, config: Config) -> Description:
+    """Describe the model in this folder. One that makes vectors stays on one Mac. Raises ModelError."""
+    vectors = vectors_in(folder, config)
+    found = description_of({**config, **headless(vectors)})
+    why = f"a model for {vectors.kind} is computed by one rank" if vectors is not None else ""
+    return replace(found, unsharable=why, uncuttable=why) if why else found
+
+
+def check_servable(config: Config, vectors: VectorModel | None = None) -> None:
+    """Raise ModelError if its files show at once that no group could serve a model."""
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ModelError("config.json names no model_type, so the model's family is unknown")
     code = family_of(config)
     if not code.isidentifier() or code not in _families():
-        raise ModelError(f"mlx-lm has no model family {family!r}", Code.MODEL_UNSUPPORTED)
+        why = f"mlx-lm has no model family {family!r}"
+        if code in ENCODERS:
+            why += f", an encoder; serve an embedding model that is a decoder, {SUITABLE}"
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    if vectors is not None and vectors.flaw:
+        raise ModelError(vectors.flaw, Code.MODEL_UNSUPPORTED)
     said = config.get("architectures")
     classes = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
-    if classes and all(map(_WRITES_NO_TEXT.search, classes)):
+    # An embedding model is its decoder alone, without a head; labels need a head that mlx-lm lacks.
+    bare = vectors is not None and all(each.endswith("Model") for each in classes)
+    if classes and not bare and all(map(_WRITES_NO_TEXT.search, classes)):
         raise ModelError(f"it is a {classes[0]}, which writes no text", Code.MODEL_UNSUPPORTED)
     if why := unreadable(config):
         raise ModelError(why, Code.MODEL_UNSUPPORTED)
@@ -290,7 +320,7 @@ def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
     `tokenizer` returns the folder with its tokenizer's settings. Only a few families need the call.
     """
     config = read_config(folder)
-    check_servable(config)
+    check_servable(config, vectors_in(folder, config))
     why = chat_refusal(config, template=False)
     try:
         if why and not _TEMPLATES & tokenizer_settings(tokenizer()).keys():
@@ -332,7 +362,7 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
 def _described(name: str, folder: Path) -> StoredModelInfo | None:
     try:
         config = read_config(folder)
-        check_servable(config)
+        check_servable(config, vectors_in(folder, config))
         created = int((folder / "config.json").stat().st_mtime)
     except (ModelError, OSError):
         return None

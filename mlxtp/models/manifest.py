@@ -30,7 +30,7 @@ _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}){0,3}")
 _WANTED = (
     *("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model"),
-    "additional_chat_templates/*.jinja",
+    *("additional_chat_templates/*.jinja", "?_*/config.json"),
 )
 
 

@@ -55,6 +55,8 @@ MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest fra
 MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" and an index.
 MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
+MAX_TEXTS = 2048  #: of one request for vectors
+MAX_VECTOR_BYTES = 1 << 20  #: in one message
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_ROUND_BYTES = 1 << 16  #: Bytes of one rank in one round of the side channel; JACCL sends a few hundred.
@@ -110,10 +112,27 @@ class Shaping:
     grammar_begun: int = _f(integer(0, MAX_CONTEXT), default=0)  #: The prompt's last tokens are in it too.
 
 
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Vectors in place of an answer: the tokens of a request are those of several texts, one after another.
+
+    `kind` says which of a text's hidden states make its vector. With "scores", the vector has the logits of
+    the tokens `scored` after the text.
+    """
+
+    lengths: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 0, MAX_TEXTS), default=())  #: none: an answer
+    kind: str = _f(choice("last", "mean", "cls", "scores"), default="last")
+    normalized: bool = _f(boolean(), default=False)  #: to length 1
+    dimensions: int = _f(integer(0, U32), default=0)  #: first numbers of each vector; 0 for all
+    scored: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 2), default=())
+
+
 GREEDY = Sampling()
 PLAIN = Shaping()
+NO_POOLING = Pooling()
 _sampling = record(Sampling)
 _shaping = record(Shaping)
+_pooling = record(Pooling)
 
 
 # --- opening a link ---------------------------------------------------------------------------------
@@ -468,6 +487,7 @@ class Generate(Message, number=0x20):
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
     places: tuple[int, ...] = _f(_places, default=())  #: ascending; other prompts may agree up to each
     batch: bool = _f(boolean(), default=False)  #: interactive requests begin before it, and keep their room
+    pooling: Pooling = _f(_pooling, default=NO_POOLING)  #: `max_tokens` is unused with lengths
 
 
 class Accepted(Message, number=0x24):
@@ -508,6 +528,14 @@ class ScoredDelta(Message, number=0x25):
     prompt: bool = _f(boolean(), default=False)
 
 
+class Vectors(Message, number=0x2D):
+    """Rank 0 to agent: vectors of some texts of a request, float32, little-endian, of equal lengths."""
+
+    uid: int = _f(_uid)
+    texts: tuple[int, ...] = _f(integers(0, MAX_TEXTS - 1, 1, MAX_TEXTS))  #: indices in `Pooling.lengths`
+    data: bytes = _f(binary(4, MAX_VECTOR_BYTES))
+
+
 class Cancel(Message, number=0x22):
     """Agent to rank 0: the client canceled this request. Reply: Finished, unless it is over."""
 
@@ -531,7 +559,7 @@ class SessionEnd(Message, number=0xFF):
 
 
 #: From rank 0 to the client's agent.
-RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
+RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Vectors | Finished | Error
 
 
 # --- digests that name the contents of KV caches, for all ranks and gateways --------------------------

@@ -100,7 +100,7 @@ Moves = dict[type[msg.Message], LinkState]
 Table = dict[LinkState, dict[Side, Moves]]
 
 _UPPER, _LOWER = Side.UPPER, Side.LOWER
-_EVENTS = (msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished, RequestFailed)
+_EVENTS = (msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Vectors, msg.Finished, RequestFailed)
 
 
 def _in(states: Iterable[LinkState], side: Side, *messages: type[msg.Message]) -> tuple[Transition, ...]:

@@ -107,6 +107,7 @@ class RequestLedger(PipeLedger):
             msg.Prefilled: self._live,
             msg.Delta: self._delta,
             msg.ScoredDelta: self._scored,
+            msg.Vectors: self._vectors,
             msg.Finished: self._finish,
             RequestFailed: self._finish,
         }
@@ -123,6 +124,8 @@ class RequestLedger(PipeLedger):
                 f"Generate with {generate.answered} tokens of answer, {len(generate.tokens)} in all and "
                 f"{generate.max_tokens} at most"
             )
+        if (lengths := generate.pooling.lengths) and sum(lengths) != len(generate.tokens):
+            raise _bad_field(f"Generate of {sum(lengths)} tokens by its lengths, {len(generate.tokens)} here")
         self.last_uid = generate.uid
         self.tokens[generate.uid] = generate.answered
 
@@ -134,6 +137,12 @@ class RequestLedger(PipeLedger):
     def _live(self, report: msg.Accepted | msg.Prefilled | msg.ScoredDelta, seq: int) -> None:
         if report.uid not in self.tokens:
             raise _wrong_uid(f"{type(report).__name__} for uid {report.uid}, which is not live")
+
+    def _vectors(self, vectors: msg.Vectors, seq: int) -> None:
+        if len(vectors.data) % (4 * len(vectors.texts)):
+            raise _bad_field(f"Vectors of {len(vectors.texts)} texts in {len(vectors.data)} bytes")
+        if vectors.uid not in self.tokens:
+            raise _wrong_uid(f"Vectors for uid {vectors.uid}, which is not live")
 
     def _scored(self, scored: msg.ScoredDelta, seq: int) -> None:
         count = len(scored.tokens)

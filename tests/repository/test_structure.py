@@ -186,20 +186,26 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         "settings": "values",
         "config": "errors settings values",
         "model_files": "errors model_config",
+        "vector_files": "errors model_config model_files",
         "wire": "admission_counter errors",
         "short_names": "",
         "verbs": "errors settings values",
         "model_config": "errors",
-        "engine": "admission_counter chunks description errors free_memory model_config model_files wire",
+        "engine": (
+            "admission_counter chunks description errors free_memory model_config model_files vector_files "
+            "wire"
+        ),
         "placement": "chunks description errors free_memory model_config wire",
         "discovery": "background",
         "identity": "audit background config discovery errors wire",
         "text": "admission_counter errors imports model_files",
-        "api": "admission_counter audit config errors identity model_files short_names text verbs",
+        "api": (
+            "admission_counter audit config errors identity model_files short_names text vector_files verbs"
+        ),
         "cluster": "audit background config discovery errors identity imports placement settings wire",
         "models": (
             "api background cluster config description errors identity model_config model_files "
-            "placement short_names text wire"
+            "placement short_names text vector_files wire"
         ),
         "gateway": "api errors models text wire",
         "diagnostics": "api cluster config discovery errors gateway identity imports placement wire",
@@ -562,6 +568,7 @@ ONLY_IN = {
     "Prefilled": "mlxtp.engine.requests",
     "Delta": "mlxtp.engine.requests",
     "ScoredDelta": "mlxtp.engine.requests",
+    "Vectors": "mlxtp.engine.requests",
     "Finished": "mlxtp.engine.requests",
     "self._followers.send": "mlxtp.engine.decode_loop",
     "Ack": "mlxtp.engine.serve_loop",

@@ -180,6 +180,7 @@ EXAMPLES: dict[type[msg.Message], msg.Message] = {
         msg.Prefilled(1, 512, 128),
         msg.Delta((1,), (0,), (42,)),
         msg.ScoredDelta(1, 0, (42,), (-0.5,), 2, (42, 43), (-0.5, -1.5)),
+        msg.Vectors(1, (0, 2), bytes(32)),
         msg.Cancel(1),
         msg.Finished(1, "stop", 1, 1),
         msg.SessionEnd(),
@@ -270,6 +271,15 @@ SHAPING = st.builds(
     st.integers(0, msg.MAX_CONTEXT),
     st.sampled_from(("", "json_schema", "regex", "lark")),
     _raw,
+)
+
+POOLING = st.builds(
+    msg.Pooling,
+    _ints(1, msg.MAX_CONTEXT, 0, 40),
+    st.sampled_from(("last", "mean", "cls", "scores")),
+    st.booleans(),
+    _u32,
+    _ints(0, 2**31 - 1, 0, 2),
 )
 
 _PART = st.builds(msg.PromptPart, _context, _u32, st.booleans(), SAMPLING, _u32, _uids, _token)
@@ -406,6 +416,7 @@ _BY_NAME: dict[str, st.SearchStrategy[Any]] = {
         (_lists(_PORT, 3), "ports"),
         (SAMPLING, "sampling"),
         (SHAPING, "shaping"),
+        (POOLING, "pooling"),
         (
             st.builds(
                 RankStats,
@@ -466,6 +477,7 @@ _OTHERWISE: dict[type[msg.Message], dict[str, st.SearchStrategy[Any]]] = {
         "kind": st.sampled_from(("sum", "gather", "chain")),
         "size": st.integers(1, msg.MAX_TIMED_BYTES),
     },
+    msg.Vectors: {"texts": _ints(0, msg.MAX_TEXTS - 1, 1, 40), "data": st.binary(min_size=4, max_size=64)},
     StartRank: {"bootstrap": _made(msg.Bootstrap, agreement=st.sampled_from(("auto", "broadcast-draws")))},
     RankPong: {"pong": _made(msg.Pong)},
     RankSide: {"side": _made(msg.SideChannel)},
@@ -508,4 +520,5 @@ def fullest_generate(tokens: int) -> msg.Generate:
         salt=msg.U63,
         places=(msg.MAX_CONTEXT,) * msg.MAX_PLACES,
         batch=True,
+        pooling=msg.Pooling((msg.MAX_CONTEXT,) * msg.MAX_TEXTS, "scores", True, msg.U32, (2**31 - 1,) * 2),
     )

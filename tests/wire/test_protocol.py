@@ -460,6 +460,7 @@ def lawful(rng: random.Random, end: Session, kind: type[msg.Message]) -> msg.Mes
         msg.Prefilled,
         msg.Delta,
         msg.ScoredDelta,
+        msg.Vectors,
         msg.Finished,
         RequestFailed,
     ):
@@ -480,6 +481,8 @@ def lawful(rng: random.Random, end: Session, kind: type[msg.Message]) -> msg.Mes
         return msg.Delta((uid, uid), (index, index + 1), (50, 51))
     if kind is msg.ScoredDelta:
         return msg.ScoredDelta(uid, index, (50, 51), (-1.0, -2.0), 0, (), ())
+    if kind is msg.Vectors:
+        return msg.Vectors(uid, (0, 1), bytes(16))
     return msg.Finished(uid, "stop", 1, 1) if kind is msg.Finished else msg.Error(Code.INTERNAL, "", uid)
 
 
@@ -604,6 +607,7 @@ VOICE: set[type[msg.Message]] = {
     msg.Prefilled,
     msg.Delta,
     msg.ScoredDelta,
+    msg.Vectors,
     msg.Finished,
     RequestFailed,
 }

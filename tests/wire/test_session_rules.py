@@ -18,8 +18,8 @@ from .walk import EPOCH, Pair, pair_in, requests, sequences
 
 PONG = msg.Pong("idle", 0.0, 0, 0, "", RankStats())
 DOWN = (
-    msg.Ack, msg.FetchedBlocks, msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished,
-    msg.Error, msg.Pong, msg.SideChannel,
+    msg.Ack, msg.FetchedBlocks, msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Vectors,
+    msg.Finished, msg.Error, msg.Pong, msg.SideChannel,
 )  # fmt: skip
 """What the lower side sends; the upper one sends the others."""
 Cases = dict[str, tuple[Any, ...]]
@@ -228,6 +228,9 @@ PIPE_CASES: Cases = {
     "scores that start late": (ORDER, scored(1)),
     "a gap after scores": (ORDER, scored(tokens=3, logprobs=3), delta((1, 2))),
     "scores after Finished": (UID, finished(1), scored()),
+    "vectors for a stranger": (UID, msg.Vectors(2, (0,), bytes(8))),
+    "vectors of unequal lengths": (FIELD, msg.Vectors(1, (0, 1), bytes(12))),
+    "texts of other lengths": (FIELD, msg.Generate(9, (5, 6), 9, pooling=msg.Pooling((1, 2)))),
     "Finished twice": (UID, finished(1), finished(1)),
     "Finished after Error": (UID, failed(1), finished(1)),
     "an Error for a stranger": (UID, failed(2)),

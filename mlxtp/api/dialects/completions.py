@@ -1,6 +1,6 @@
 """OpenAI's older dialect, `POST /v1/completions`: continues prompts, without a chat template.
 
-It also refuses the OpenAI endpoints that mlxtp does not serve.
+It also has the endpoints of embeddings, and refuses OpenAI's that mlxtp does not serve.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from ...errors import Code, RequestError
 from ...text.conversation import GenerationOptions, GenerationRequest, Prompt, TokenScore
-from ...text.json_limits import integral
 from ...text.tokenizer import Name
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
+from .embeddings import ENDPOINTS
 from .openai import PromptBody, SseWriter, bounded, head, prompt_scores, sse, usage
-from .request_parts import MOST_TOKENS
+from .request_parts import prompt_of, token_ids
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def _prompts(given: object, n: int) -> tuple[Prompt, ...]:
         case str(text):
             return (text,)
         case [int() | float(), *_]:
-            return (_tokens(given, "prompt"),)
+            return (token_ids(given, "prompt"),)
         case [_, *_]:
             if (count := len(given) * n) > MOST_ANSWERS:
                 raise RequestError(
@@ -94,28 +94,9 @@ def _prompts(given: object, n: int) -> tuple[Prompt, ...]:
                     f"at most {MOST_ANSWERS}",
                     param="prompt",
                 )
-            return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
+            return tuple([prompt_of(each, f"prompt[{i}]") for i, each in enumerate(given)])
         case _:
             raise wrong("prompt", "a string, strings, token ids or lists of token ids", given)
-
-
-def _prompt(given: object, where: str) -> Prompt:
-    match given:
-        case str(text):
-            return text
-        case [_, *_]:
-            return _tokens(given, where)
-        case _:
-            raise wrong(where, "a string or token ids", given)
-
-
-def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
-    tokens = []
-    for i, token in enumerate(map(integral, given)):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
-            raise wrong(f"{where}[{i}]", "a token id", token)
-        tokens.append(token)
-    return tuple(tokens)
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -215,12 +196,11 @@ class CompletionWriter(SseWriter):
 
 
 UNSERVED = {
-    "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
     "/v1/audio/{rest:path}": "audio is not served: mlxtp runs models that read and write text",
     "/v1/images/{rest:path}": "images are not served: mlxtp runs models that read and write text",
     "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
 }
-UNSERVED_PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
+UNSERVED_PREFIXES = ("/v1/audio", "/v1/images", "/v1/moderations")
 UNSERVED_STATUS = 404  # status after which client libraries do not retry
 
 
@@ -238,14 +218,15 @@ PATH = "/v1/completions"
 
 
 class Completions(Adapter):
-    """The adapter of `/v1/completions` and of OpenAI's endpoints that mlxtp does not serve."""
+    """The adapter of `/v1/completions`, embeddings, and OpenAI's endpoints that mlxtp does not serve."""
 
     prefixes = (PATH, *UNSERVED_PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}
 
     @property
     def endpoints(self) -> Mapping[Operation, Handler]:
-        return {Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE): self._complete} | {
+        own = {Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE): self._complete}
+        return {**own, **ENDPOINTS} | {
             Operation("POST", path, "Not served", always=UNSERVED_STATUS): _refusing(detail)
             for path, detail in UNSERVED.items()
         }

@@ -31,6 +31,7 @@ from ..backend import GREEDY, DeploymentHealth, Health, ModelInfo, Sampling, Sto
 from ..catalog import ModelCard, load_defaults, read_card
 from ..generation import Adapter, Generation, Handler
 from ..request_body import not_supported, parsed, shown
+from .embeddings import OllamaEmbed, ollama_embed
 from .ollama_request import (
     Arrival,
     NoPrompt,
@@ -280,7 +281,6 @@ _MANAGED = (
     ("DELETE", "/api/delete"),
     ("POST", "/api/blobs/{digest}"),
 )
-_EMBEDDINGS = (("POST", "/api/embed"), ("POST", "/api/embeddings"))
 
 
 class Ollama(Adapter):
@@ -302,13 +302,12 @@ class Ollama(Adapter):
     def endpoints(self) -> Mapping[Operation, Handler]:
         chat = Operation("POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, NDJSON)
         generate = Operation("POST", "/api/generate", "Answer a prompt (Ollama)", OllamaGenerate, NDJSON)
-        embeddings, managed = (
-            [Operation(*each, f"Refused: {why}", always=400) for each in refused]
-            for refused, why in (
-                (_EMBEDDINGS, "embeddings are not served"),
-                (_MANAGED, "mlxtp's own commands manage models"),
-            )
-        )
+        why = "Refused: mlxtp's own commands manage models"
+        managed = [Operation(*each, why, always=400) for each in _MANAGED]
+        embeddings = [
+            Operation("POST", path, "Make embeddings of texts (Ollama)", OllamaEmbed)
+            for path in ("/api/embed", "/api/embeddings")
+        ]
         return {
             chat: partial(self._answer, parse_chat),
             generate: partial(self._answer, parse_generate),
@@ -316,7 +315,7 @@ class Ollama(Adapter):
             Operation("GET", "/api/ps", "The loaded model (Ollama)"): _ps,
             Operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow): _show,
             Operation("GET", "/api/version", "The version of Ollama's API"): _version,
-            **dict.fromkeys(embeddings, _no_embeddings),
+            **dict.fromkeys(embeddings, ollama_embed),
             **dict.fromkeys(managed, _not_managed),
         }
 
@@ -396,10 +395,6 @@ def _check_unloads(deployment: DeploymentHealth | None, name: str) -> None:
 
 async def _version(_generation: Generation, _request: Request) -> Response:
     return JSONResponse({"version": VERSION})
-
-
-async def _no_embeddings(_generation: Generation, request: Request) -> Response:
-    raise not_supported(f"{request.url.path} is not served: this server makes no embeddings", "")
 
 
 async def _not_managed(_generation: Generation, request: Request) -> Response:

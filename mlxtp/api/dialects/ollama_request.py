@@ -82,6 +82,9 @@ def _keep_alive(value: object) -> float | None:
     raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')
 
 
+KeepAlive = Annotated[float | None, PlainValidator(_keep_alive, float | str | None)]
+
+
 def _think(value: object) -> bool | str | None:
     if value is None or isinstance(value, bool):
         return value
@@ -151,7 +154,7 @@ class OllamaBody(Schema):
     format: Annotated[Json | None, PlainValidator(_format, Literal["", "json"] | Json | None)] = None
     think: Annotated[bool | str | None, PlainValidator(_think, bool | ThinkLevel | None)] = None
     options: OllamaOptions | None = None
-    keep_alive: Annotated[float | None, PlainValidator(_keep_alive, float | str | None)] = None
+    keep_alive: KeepAlive = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
 

@@ -29,7 +29,7 @@ from ...text.conversation import (
     Role,
     Tool,
 )
-from ...text.json_limits import MOST_CONTAINERS
+from ...text.json_limits import MOST_CONTAINERS, integral
 from ...text.tool_grammar import log_once
 from ..request_body import MOST_TOKENS as MOST_TOKENS
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
@@ -525,3 +525,25 @@ class TextReader:
 def log_left_out(what: str, kind: str) -> None:
     """Log once that tools or items of this kind are ignored."""
     log_once(f"leaving out {what} of type {shown(kind)}: only their provider supports them")
+
+
+# --- prompts as tokens ------------------------------------------------------------------------------------
+
+
+def prompt_of(given: object, where: str) -> Prompt:
+    match given:
+        case str(text):
+            return text
+        case [_, *_]:
+            return token_ids(given, where)
+        case _:
+            raise wrong(where, "a string or token ids", given)
+
+
+def token_ids(given: Sequence[object], where: str) -> tuple[int, ...]:
+    tokens = []
+    for i, token in enumerate(map(integral, given)):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
+            raise wrong(f"{where}[{i}]", "a token id", token)
+        tokens.append(token)
+    return tuple(tokens)

@@ -114,9 +114,7 @@ def told_of(ask: VectorRequest, model: ModelInfo, text: Text, *, batch: bool = F
         rows.append(writer.row(place))
         total += len(rows[-1])
         if total > MOST_TOKENS:
-            words = (
-                f"the first {place + 1} texts of {ask.field} have {total} tokens; one request takes at most"
-            )
+            words = f"the first {place + 1} texts of {ask.field} have {total} tokens; a request takes"
             raise RequestError(f"{words} {MOST_TOKENS}: send fewer texts", param=ask.field)
     lengths, normalized = tuple(map(len, rows)), vectors.normalized or bool(ask.dimensions)
     pooling = Pooling(lengths, vectors.pooling, normalized, ask.dimensions)
@@ -134,10 +132,14 @@ class _Writer:
         self._before: tuple[int, ...] = ()
         self._after: tuple[int, ...] = ()
         if ask.kind == RERANK:
-            self._before, self._after = (
-                text.encoded(_JUDGE, special=False),
-                text.encoded(_VERDICT, special=False),
-            )
+            self._before = text.encoded(_JUDGE, special=False)
+            self._after = text.encoded(_VERDICT, special=False)
+            around = len(self._before) + len(self._after) + len(self._pair(""))
+            if around >= self._limit:
+                words = f"query has {around} tokens with the model's prompt"
+                words += f", and {model.id} takes {self._limit} with a document"
+                raise RequestError(words, Code.CONTEXT_OVERFLOW, param="query")
+            self._limit = min(self._limit, around + ask.most) if ask.most else self._limit
         self._prompt = _prompt(ask, vectors)
 
     def verdicts(self) -> tuple[int, ...]:
@@ -156,28 +158,31 @@ class _Writer:
         if not given:
             raise RequestError(f"{where} is empty", param=where)
         around = len(self._before) + len(self._after)
-        most = min(self._limit, ask.most + around if ask.most and ask.kind == RERANK else self._limit)
-        ids = given if isinstance(given, tuple) else self._encoded(given, most)
+        most, enough = self._limit, (self._limit + 1) * self._text.longest_token
+        ids = given if isinstance(given, tuple) else self._encoded(given[:enough])
         end = self._vectors.end
         if end >= 0 and ids and ids[-1] not in (end, *self._text.specials):
             ids = (*ids, end)
         if len(ids) + around > most:
             if not ask.cut:
-                words = f"{where} has {len(ids) + around} tokens or more"
-                words += f", and {self._model.id} takes at most {most}: send it in parts"
+                count = f"{'more than ' * (len(given) > enough)}{len(ids) + around}"
+                words = f"{where} has {count} tokens, and {self._model.id} takes at most {most}"
+                words += ": send it in parts"
                 raise RequestError(words, Code.CONTEXT_OVERFLOW, param=where)
             last = ids[-1:] if ids[-1] in self._text.specials else ()
             ids = (*ids[: max(most - around - len(last), 0)], *last)
         if not ids or (isinstance(given, tuple) and max(ids) >= self._model.vocabulary):
-            raise wrong(where, f"token ids below {self._model.vocabulary}", shown(list(ids)))
+            raise wrong(where, f"token ids below {self._model.vocabulary}", list(ids))
         return (*self._before, *ids, *self._after)
 
-    def _encoded(self, given: str, most: int) -> tuple[int, ...]:
-        enough = given[: (most + 1) * self._text.longest_token]  # too many tokens show in the first ones
+    def _encoded(self, given: str) -> tuple[int, ...]:
         if self._ask.query is not None:
-            pair = _PAIR.format(self._ask.instruction, self._ask.query, enough)
-            return self._text.encoded(pair, special=False)
-        return self._text.encoded(self._prompt + enough, special=True)
+            return self._pair(given)
+        return self._text.encoded(self._prompt + given, special=True)
+
+    def _pair(self, document: str) -> tuple[int, ...]:
+        pair = _PAIR.format(self._ask.instruction, self._ask.query, document)
+        return self._text.encoded(pair, special=False)
 
 
 def _prompt(ask: VectorRequest, vectors: VectorModel) -> str:

@@ -106,7 +106,7 @@ class RequestBackend(Protocol):
 _numbers = itertools.count(1)
 
 
-TEXT_COST = 256  #: least tokens that each text of a request for vectors counts as
+TEXT_COST = 64  #: least tokens that each text of a request for vectors counts as
 
 
 def cost(told: Generate, tokens: int) -> int:

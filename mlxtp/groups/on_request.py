@@ -159,7 +159,7 @@ class OnRequest(ModelSwitch):
     def _row(self, name: str | None) -> Deployment | None:
         rows = self._node.desired.table.live()
         if name in UNNAMED:
-            return rows[0] if rows else None
+            return next((row for row in rows if not self._makes_vectors(row)), next(iter(rows), None))
         for row in rows:
             dispatcher = self._gateway.deployments.by_name.get(row.name)
             info = dispatcher.served if dispatcher is not None else None
@@ -256,6 +256,9 @@ class OnRequest(ModelSwitch):
     def _check_wait(self, client: int) -> None:
         """Raise RequestError if too many requests wait already."""
         self._gateway.admission.check_bounds(client, 0, self._gateway.deployments.open())
+
+    def _makes_vectors(self, row: Deployment) -> bool:
+        return (model := self._model(row.name)) is not None and model.vectors is not None
 
     def _model(self, deployment: str) -> ModelInfo | None:
         dispatcher = self._gateway.deployments.by_name.get(deployment)

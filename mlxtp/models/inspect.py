@@ -287,7 +287,7 @@ def described(folder: Path, config: Config) -> Description:
     """Describe the model in this folder. One that makes vectors stays on one Mac. Raises ModelError."""
     vectors = vectors_in(folder, config)
     found = description_of({**config, **headless(vectors)})
-    why = f"a model for {vectors.kind} is computed by one rank" if vectors is not None else ""
+    why = "one rank computes the vectors of texts" if vectors is not None else ""
     return replace(found, unsharable=why, uncuttable=why) if why else found
 
 

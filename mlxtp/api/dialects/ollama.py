@@ -26,6 +26,7 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
+from ...vector_files import EMBED
 from ..adapter import NDJSON, About, AnswerWriter, Json, Operation, compact
 from ..backend import GREEDY, DeploymentHealth, Health, ModelInfo, Sampling, StoredModelInfo
 from ..catalog import ModelCard, load_defaults, read_card
@@ -374,6 +375,8 @@ async def _show(generation: Generation, request: Request) -> Response:
     name = served_name(body.model or body.name or "", generation.catalog.models())
     model, text = await generation.catalog.opened(name)
     found = {"completion": True, "tools": text.traits.tools, "thinking": text.markup.think is not None}
+    if isinstance(model, ModelInfo) and model.vectors is not None:
+        found = {"embedding": model.vectors.kind == EMBED}
     capabilities = [name for name, there in found.items() if there]
     return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
 

@@ -37,9 +37,9 @@ _KINDS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 
 @dataclass(frozen=True, slots=True)
 class VectorModel:
-    """How a model makes vectors or scores.
+    """Recipe for a model's vectors or scores.
 
-    `pooling` is that of `wire.messages.Pooling`; `width` counts the numbers of a vector. `context` is the
+    `pooling` is a kind of `wire.messages.Pooling`, `width` the numbers of a vector. `context` is the
     most tokens of a text, 0 for the model's own. `end` is appended to each text, -1 for none. `scored`: the
     tokens for no and yes; () for the tokenizer's. `flaw` says why it cannot be served; "" if it can.
     """
@@ -61,7 +61,7 @@ def vector_model(folder: Path, config: Config) -> VectorModel | None:
     known = next(filter(None, map(_KNOWN.search, folder.parts[-3:])), None)
     found = _of_modules(folder)
     if found is None and (folder / "1_Pooling" / "config.json").is_file():
-        found = _pooled(VectorModel(EMBED), _table(folder / "1_Pooling"))
+        found = VectorModel(EMBED, **_pooling(_table(folder / "1_Pooling")))
     if found is None and known is not None:
         kind = EMBED if known[1].lower() == "embedding" else RERANK
         prompts = {"query": f"Instruct: {_QUERY}\nQuery:", "document": ""} if kind == EMBED else {}
@@ -110,7 +110,7 @@ def _of_modules(folder: Path) -> VectorModel | None:
             case "Transformer":
                 pass
             case "Pooling":
-                found = _pooled(found, _table(folder / name))
+                found = replace(found, **_pooling(_table(folder / name)))
             case "Normalize":
                 found = replace(found, normalized=True)
             case "LogitScore":
@@ -122,16 +122,15 @@ def _of_modules(folder: Path) -> VectorModel | None:
     return found if len(modules) > 1 else replace(found, flaw="modules.json names no pooling")
 
 
-def _pooled(found: VectorModel, told: Mapping[str, Any]) -> VectorModel:
+def _pooling(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `VectorModel` that a pooling's configuration decides."""
     named = told.get("pooling_mode")
     modes = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    on = [
-        name.removeprefix(_MODE) for name, chosen in told.items() if name.startswith(_MODE) and chosen is True
-    ]
+    on = [name.removeprefix(_MODE) for name, chosen in told.items() if _MODE in name and chosen is True]
     modes = modes or [name.removesuffix("_tokens").removesuffix("_token") for name in on]
     if len(modes) != 1 or modes[0] not in _KINDS:
         words = " and ".join(map(str, modes)) or "nothing"
-        return replace(found, flaw=f"it pools by {words:.80}; mlxtp knows {', '.join(_KINDS)}")
+        return {"flaw": f"it pools by {words:.80}; mlxtp knows {', '.join(_KINDS)}"}
     if told.get("include_prompt") is False:
-        return replace(found, flaw="its pooling leaves the prompt's tokens out")
-    return replace(found, pooling=_KINDS[modes[0]])
+        return {"flaw": "its pooling leaves the prompt's tokens out"}
+    return {"pooling": _KINDS[modes[0]]}

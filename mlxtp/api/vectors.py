@@ -31,7 +31,7 @@ _JUDGE = (
 )
 _PAIR = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 _VERDICT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
 #: Cohere's and others' values of `input_type`, and sentence-transformers' names of their prompts.
 _TYPES = {"search_query": "query", "search_document": "document", "passage": "document"}
 
@@ -40,15 +40,15 @@ _TYPES = {"search_query": "query", "search_document": "document", "passage": "do
 class VectorRequest:
     """A request for vectors of `texts`; with a `query`, for scores of texts as documents for it.
 
-    `field` is the client's name of the texts. `prompt` names a prompt of the model; `strict`: it must have
-    that one. `cut`: shorten texts that do not fit; `most`: to so many tokens, 0 for the model's limit.
+    `field` is the client's name of the texts. `prompt` names a prompt of the model; `strict`: refuse an
+    unknown one. `cut`: shorten texts that do not fit; `most`: to so many tokens, 0 for the model's limit.
     """
 
     model: str | None
     texts: tuple[Prompt, ...]
     field: str = "input"
     query: str | None = None
-    instruction: str = _TASK
+    instruction: str = TASK
     prompt: str | None = None
     strict: bool = False
     dimensions: int = 0
@@ -64,7 +64,7 @@ class VectorRequest:
 
 @dataclass(frozen=True, slots=True)
 class VectorAnswer:
-    """Vectors by text, float32, little-endian. `tokens` counts those of all texts."""
+    """Vectors by text, float32, little-endian. `tokens`: in all texts."""
 
     model: str
     vectors: tuple[bytes, ...]
@@ -73,7 +73,7 @@ class VectorAnswer:
 
 
 def check_kind(model: ModelInfo, wanted: str) -> None:
-    """Raise RequestError unless the model is for what a request wants."""
+    """Raise RequestError unless the model suits a request."""
     kind = TEXT if model.vectors is None else model.vectors.kind
     if kind != wanted:
         words = f"{model.id} {_DOES[kind]}, and {_NEEDS[wanted]}: `mlxtp serve MODEL` loads one beside it"
@@ -81,7 +81,7 @@ def check_kind(model: ModelInfo, wanted: str) -> None:
 
 
 def named(name: str | None, kind: str, models: Sequence[ModelInfo]) -> str | None:
-    """Return a model's name; for `default` or none, that of the first loaded model for such requests."""
+    """Return a model's name; for `default` or none, the first loaded model's for such requests."""
     suited = [each for each in models if each.vectors is not None and each.vectors.kind == kind]
     return suited[0].id if name in UNNAMED and suited else name
 
@@ -140,7 +140,7 @@ class _Writer:
                 words += f", and {model.id} takes {self._limit} with a document"
                 raise RequestError(words, Code.CONTEXT_OVERFLOW, param="query")
             self._limit = min(self._limit, around + ask.most) if ask.most else self._limit
-        self._prompt = _prompt(ask, vectors)
+        self._prompt = self._named_prompt()
 
     def verdicts(self) -> tuple[int, ...]:
         if self._vectors.scored:
@@ -184,12 +184,9 @@ class _Writer:
         pair = _PAIR.format(self._ask.instruction, self._ask.query, document)
         return self._text.encoded(pair, special=False)
 
-
-def _prompt(ask: VectorRequest, vectors: VectorModel) -> str:
-    name = _TYPES.get(ask.prompt or "", ask.prompt) or vectors.default_prompt
-    if ask.strict and ask.prompt not in vectors.prompts:
-        known = ", ".join(vectors.prompts) or "none"
-        raise RequestError(
-            f"prompt_name {shown(ask.prompt)}: the model's prompts are {known}", param="prompt_name"
-        )
-    return vectors.prompts.get(name, "")
+    def _named_prompt(self) -> str:
+        name, prompts = self._ask.prompt or "", self._vectors.prompts
+        if self._ask.strict and name not in prompts:
+            words = f"prompt_name {shown(name)}: the model's prompts are {', '.join(prompts) or 'none'}"
+            raise RequestError(words, param="prompt_name")
+        return prompts.get(_TYPES.get(name, name) or self._vectors.default_prompt, "")

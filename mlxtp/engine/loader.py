@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import struct
@@ -22,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..chunks import ring_slots
 from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..model_config import Config, context_length, number, quantizations, text_config, unreadable
+from ..model_config import Config, context_length, family, number, quantizations, text_config, unreadable
 from ..model_files import INDEX, LFS, config_in, indexed, lfs_pointer, stray_files, token_count, weight_files
 from ..vector_files import headless, vector_model
 from . import sharding
@@ -607,20 +608,17 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
 
 
 def _bare_classes(config: Config) -> tuple[Any, Any]:
-    """Return a family's classes, which also read a decoder that is stored without its head and prefix."""
-    from mlx_lm.utils import _get_classes
-
-    family, arguments = _get_classes(config)
+    """Return a family's classes for a decoder that may be stored without its head and prefix."""
+    module = importlib.import_module(f"mlx_lm.models.{family(config)}")
 
     def sanitize(self: Any, weights: dict[str, mx.array]) -> Any:
         if not any(name.startswith("model.") for name in weights):
             weights = {f"model.{name}": array for name, array in weights.items()}
-        plain = getattr(super(whole, self), "sanitize", dict)
-        return plain(weights)
+        return getattr(super(whole, self), "sanitize", dict)(weights)
 
-    own = {"sanitize": sanitize, "__module__": family.__module__}
-    whole = type(family.__name__, (family,), own)
-    return whole, arguments
+    own = {"sanitize": sanitize, "__module__": module.__name__}
+    whole = type(module.Model.__name__, (module.Model,), own)
+    return whole, module.ModelArgs
 
 
 @contextlib.contextmanager

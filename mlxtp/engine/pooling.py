@@ -49,7 +49,7 @@ class Pooler:
         self.most = most
 
     def forwards(self, request: msg.Generate) -> Iterator[Ready]:
-        """Yield after each forward, which runs when its vectors are evaluated."""
+        """Yield the vectors of each forward. It runs when they are evaluated."""
         pooling, ends = request.pooling, [*accumulate(request.pooling.lengths)]
         texts = [request.tokens[end - n : end] for end, n in zip(ends, pooling.lengths, strict=True)]
         for places in batches(pooling.lengths, self.most):
@@ -125,7 +125,7 @@ class PoolingStep:
     finite: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Job:
     request: msg.Generate
     forwards: Iterator[Ready]

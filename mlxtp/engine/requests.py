@@ -158,7 +158,7 @@ class Requests:
         self._compiles: tuple[str, str] | None = None  # the grammar in compilation
         #: Arrival (monotonic, in seconds) of requests without a forward yet, oldest first.
         self._waiting_since: dict[int, float] = {}
-        self._context = self._vocabulary = 0
+        self._context = 0
         self._last_uid = 0
 
     def open(self, command: msg.LoadShard, reply: msg.Loaded, drafter: DraftModel | None) -> int:
@@ -167,7 +167,7 @@ class Requests:
         assert rank.loaded is not None
         assert rank.caches is not None
         can, model = rank.caches.can, rank.loaded.model
-        self._context, self._vocabulary = reply.context, rank.loaded.vocabulary.size
+        self._context = reply.context
         gpu, stages = mx.metal.is_available(), max(len(command.split), 1)
         most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
         chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
@@ -260,6 +260,10 @@ class Requests:
         disk = DiskIndex(store, truncatable=truncatable, ranks=range(self._rank.bootstrap.world_size))
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
+
+    @property
+    def _vocabulary(self) -> int:
+        return 0 if self._rank.loaded is None else self._rank.loaded.vocabulary.size
 
     def admit(self, request: msg.Generate) -> None:
         shaping, lengths, why, code = request.shaping, request.pooling.lengths, "", Code.BAD_REQUEST

@@ -284,7 +284,7 @@ def vectors_in(folder: Path, config: Config | None = None) -> VectorModel | None
 
 
 def described(folder: Path, config: Config) -> Description:
-    """Describe the model in this folder. One that makes vectors stays on one Mac. Raises ModelError."""
+    """Describe the model in this folder. Models for vectors stay on one Mac. Raises ModelError."""
     vectors = vectors_in(folder, config)
     found = description_of({**config, **headless(vectors)})
     why = "one rank computes the vectors of texts" if vectors is not None else ""

@@ -114,10 +114,10 @@ class Shaping:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Vectors in place of an answer: the tokens of a request are those of several texts, one after another.
+    """Vectors in place of an answer. The tokens of a request are several texts, one after another.
 
-    `kind` says which of a text's hidden states make its vector. With "scores", the vector has the logits of
-    the tokens `scored` after the text.
+    `kind`: the hidden states of a text that make its vector. With "scores", its vector has the logits of the
+    tokens `scored` after the text.
     """
 
     lengths: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 0, MAX_TEXTS), default=())  #: none: an answer

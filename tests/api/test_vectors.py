@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.api import vectors
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects.embeddings import RerankBody, _ranked, numbers, texts_of
+from mlxtp.api.dialects.embeddings import RerankBody, numbers, texts_of
 from mlxtp.api.vectors import TEXT, VectorAnswer, VectorRequest, check_kind, named, told_of
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, RequestError
@@ -60,7 +60,7 @@ def test_prompts_and_ends_are_added(text: Text) -> None:
 def test_a_pair_is_written_as_the_model_was_trained(text: Text) -> None:
     told = told_of(asked("here", query="where"), model(JUDGE, 900), text)
     assert (told.pooling.kind, told.pooling.scored) == ("scores", (6, 5))
-    parts = vectors._JUDGE, vectors._PAIR.format(vectors._TASK, "where", "here"), vectors._VERDICT
+    parts = vectors._JUDGE, vectors._PAIR.format(vectors.TASK, "where", "here"), vectors._VERDICT
     assert told.tokens == sum((text.encoded(part, special=False) for part in parts), ())
 
 
@@ -153,7 +153,7 @@ def test_numbers_come_back_bit_for_bit() -> None:
 def test_a_ranking_is_best_first() -> None:
     body = RerankBody(query="q", documents=["a", {"text": "b"}, "c"], top_n=2, return_documents=True)
     pairs = [struct.pack("<2f", *pair) for pair in ((3.0, 1.0), (-800.0, 800.0), (2.0, 2.0))]
-    found = _ranked(body, VectorAnswer("m", tuple(pairs), 9))["results"]
+    found = body.ranked(VectorAnswer("m", tuple(pairs), 9))["results"]
     assert found == [
         {"index": 1, "relevance_score": 1.0, "document": {"text": "b"}},
         {"index": 2, "relevance_score": 0.5, "document": {"text": "c"}},

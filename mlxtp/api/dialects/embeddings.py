@@ -20,50 +20,11 @@ from ..adapter import Json, Operation, compact
 from ..backend import ModelInfo
 from ..generation import Generation, Handler
 from ..request_body import Integer, Schema, in_range, missing, parsed, wrong
-from ..vectors import VectorAnswer, VectorRequest, check_count
+from ..vectors import TASK, VectorAnswer, VectorRequest, check_count
 from .ollama_request import KeepAlive, served_name
 from .request_parts import prompt_of, token_ids
 
 MOST_WIDTH = 1 << 20
-
-
-class EmbeddingsBody(Schema):
-    """The body of `POST /v1/embeddings`."""
-
-    model: str | None = None
-    input: Any = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
-    prompt_name: str | None = None
-    input_type: str | None = None
-    user: str | None = None
-
-
-class OllamaEmbed(Schema):
-    """The body of `POST /api/embed`; `prompt` is that of `/api/embeddings`."""
-
-    model: str | None = None
-    input: Any = None
-    prompt: str | None = None
-    truncate: bool | None = None
-    dimensions: Annotated[Integer, in_range(0, MOST_WIDTH)] | None = None
-    keep_alive: KeepAlive = None
-
-
-class RerankBody(Schema):
-    """The body of `POST /v1/rerank`."""
-
-    model: str | None = None
-    query: str | None = None
-    documents: list[Any] | None = None
-    top_n: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
-    return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
-    instruction: str | None = None
-    user: str | None = None
-
-
-# --- requests ---------------------------------------------------------------------------------------------
 
 
 def texts_of(given: object, field: str = "input") -> tuple[Prompt, ...]:
@@ -82,51 +43,108 @@ def texts_of(given: object, field: str = "input") -> tuple[Prompt, ...]:
             raise wrong(field, "a string, strings, token ids or lists of token ids", given)
 
 
-def _embeddings(body: EmbeddingsBody) -> VectorRequest:
-    return VectorRequest(
-        body.model,
-        texts_of(body.input),
-        prompt=body.prompt_name or body.input_type,
-        strict=body.prompt_name is not None,
-        dimensions=body.dimensions or 0,
-        user=body.user or "",
-    )
-
-
-def _ollama(models: Sequence[ModelInfo], body: OllamaEmbed) -> VectorRequest:
-    older = body.input is None
-    return VectorRequest(
-        served_name(body.model or "", models),
-        texts_of(body.prompt if older else body.input, "prompt" if older else "input"),
-        dimensions=body.dimensions or 0,
-        cut=body.truncate is not False,
-        keep_s=body.keep_alive,
-    )
-
-
-def _ranking(body: RerankBody) -> VectorRequest:
-    if not body.query:
-        raise missing("query")
-    check_count(given := body.documents or [], "documents")
-    told: dict[str, Any] = {} if body.instruction is None else {"instruction": body.instruction}
-    return VectorRequest(
-        body.model,
-        tuple([_document(each, f"documents[{place}]") for place, each in enumerate(given)]),
-        "documents",
-        body.query,
-        cut=body.max_tokens_per_doc is not None,
-        most=body.max_tokens_per_doc or 0,
-        user=body.user or "",
-        **told,
-    )
-
-
 def _document(given: object, where: str) -> str:
     match given:
         case str(text) | {"text": str(text)}:
             return text
         case _:
             raise wrong(where, "a string, or an object with text", given)
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+class EmbeddingsBody(Schema):
+    """The body of `POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None
+    user: str | None = None
+
+    def asked(self) -> VectorRequest:
+        return VectorRequest(
+            self.model,
+            texts_of(self.input),
+            prompt=self.prompt_name or self.input_type,
+            strict=self.prompt_name is not None,
+            dimensions=self.dimensions or 0,
+            user=self.user or "",
+        )
+
+
+class OllamaEmbed(Schema):
+    """The body of `POST /api/embed`, and with `prompt` of `POST /api/embeddings`."""
+
+    model: str | None = None
+    input: Any = None
+    prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[Integer, in_range(0, MOST_WIDTH)] | None = None
+    keep_alive: KeepAlive = None
+
+    def asked(self, models: Sequence[ModelInfo]) -> VectorRequest:
+        older = self.input is None
+        return VectorRequest(
+            served_name(self.model or "", models),
+            texts_of(self.prompt if older else self.input, "prompt" if older else "input"),
+            dimensions=self.dimensions or 0,
+            cut=self.truncate is not False,
+            keep_s=self.keep_alive,
+        )
+
+
+class RerankBody(Schema):
+    """The body of `POST /v1/rerank`."""
+
+    model: str | None = None
+    query: str | None = None
+    documents: list[Any] | None = None
+    top_n: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[Integer, in_range(1, MOST_WIDTH)] | None = None
+    instruction: str | None = None
+    user: str | None = None
+
+    def asked(self) -> VectorRequest:
+        if not self.query:
+            raise missing("query")
+        return VectorRequest(
+            self.model,
+            self._texts(),
+            "documents",
+            self.query,
+            self.instruction or TASK,
+            cut=self.max_tokens_per_doc is not None,
+            most=self.max_tokens_per_doc or 0,
+            user=self.user or "",
+        )
+
+    def _texts(self) -> tuple[str, ...]:
+        given = self.documents or []
+        check_count(given, "documents")
+        return tuple([_document(each, f"documents[{place}]") for place, each in enumerate(given)])
+
+    def ranked(self, answer: VectorAnswer) -> Json:
+        """Return the results, best first. A score is the probability of yes rather than no."""
+        pairs = [struct.unpack("<2f", vector) for vector in answer.vectors]
+        scores = [_probability(yes - no) for no, yes in pairs]
+        texts, results = self._texts() if self.return_documents else (), list[Json]()
+        for place in sorted(range(len(scores)), key=lambda each: (-scores[each], each))[: self.top_n]:
+            text: Json = {"document": {"text": texts[place]}} if texts else {}
+            results.append({"index": place, "relevance_score": scores[place]} | text)
+        used = {"total_tokens": answer.tokens, "prompt_tokens": answer.tokens}
+        meta = {"tokens": {"input_tokens": answer.tokens, "output_tokens": 0}}
+        return {
+            "id": uuid.uuid4().hex,
+            "model": answer.model,
+            "results": results,
+            "usage": used,
+            "meta": meta,
+        }
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -152,21 +170,6 @@ def _quoted(vector: bytes) -> bytes:
     return b'"%b"' % b64encode(vector)
 
 
-def _ranked(body: RerankBody, answer: VectorAnswer) -> Json:
-    """Return the results, best first. A score is the probability of yes rather than no."""
-    pairs = [struct.unpack("<2f", vector) for vector in answer.vectors]
-    scores = [_probability(yes - no) for no, yes in pairs]
-    documents, results = body.documents or [], list[Json]()
-    for place in sorted(range(len(scores)), key=lambda each: (-scores[each], each))[: body.top_n]:
-        given = documents[place]
-        text: Json = {"document": {"text": given if isinstance(given, str) else given["text"]}}
-        found = {"index": place, "relevance_score": scores[place]}
-        results.append(found | (text if body.return_documents else {}))
-    used = {"total_tokens": answer.tokens, "prompt_tokens": answer.tokens}
-    meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": answer.tokens, "output_tokens": 0}}
-    return {"id": uuid.uuid4().hex, "model": answer.model, "results": results, "usage": used, "meta": meta}
-
-
 def _probability(odds: float) -> float:
     return 1 / (1 + math.exp(-odds)) if odds > 0 else 1 - 1 / (1 + math.exp(odds))
 
@@ -180,17 +183,18 @@ async def _json(write: Callable[[], bytes]) -> Response:
 
 
 async def _embed(generation: Generation, request: Request) -> Response:
-    body, answer = await generation.vectors(request, partial(parsed, EmbeddingsBody), _embeddings)
+    body, answer = await generation.vectors(request, partial(parsed, EmbeddingsBody), EmbeddingsBody.asked)
     return await _json(partial(_listed, answer, _quoted if body.encoding_format == "base64" else numbers))
 
 
 async def _rerank(generation: Generation, request: Request) -> Response:
-    body, answer = await generation.vectors(request, partial(parsed, RerankBody), _ranking)
-    return await _json(lambda: compact(_ranked(body, answer)))
+    body, answer = await generation.vectors(request, partial(parsed, RerankBody), RerankBody.asked)
+    return await _json(lambda: compact(body.ranked(answer)))
 
 
 async def ollama_embed(generation: Generation, request: Request) -> Response:
-    arrived_ns, asked = time.perf_counter_ns(), partial(_ollama, generation.catalog.models())
+    arrived_ns, models = time.perf_counter_ns(), generation.catalog.models()
+    asked = partial(OllamaEmbed.asked, models=models)
     body, answer = await generation.vectors(request, partial(parsed, OllamaEmbed), asked)
     took_ns = max(time.perf_counter_ns() - arrived_ns, 1)
     counts = {"load_duration": answer.loaded_ns, "prompt_eval_count": answer.tokens}

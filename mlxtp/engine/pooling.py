@@ -195,7 +195,3 @@ class PoolingRequests:
         else:
             del self._jobs[uid]
         return PoolingStep(uid, tuple(places), data, job.computed, ended=not job.left, finite=finite)
-
-
-def can_pool(share: ModelShare, ranks: int) -> bool:
-    return ranks == 1 and share.stage is None and share.vocabulary.head is not None

@@ -31,7 +31,7 @@ from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
-from .pooling import ON_CPU, ON_GPU, Pooler, PoolingRequests, PoolingStep, can_pool
+from .pooling import ON_CPU, ON_GPU, Pooler, PoolingRequests, PoolingStep
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .steps import Policy, SampledToken, StepResult
@@ -205,7 +205,7 @@ class Requests:
         self._shaping.prepare(self._vocabulary, rank.eos)
         self._grammars = Grammars(Path(command.path), self._vocabulary, rank.eos)
         self._grammars.read()
-        if can_pool(rank.loaded, bootstrap.world_size):
+        if bootstrap.world_size == 1 and rank.loaded.vocabulary.head is not None:
             pooler = Pooler(rank.loaded, ON_GPU if gpu else ON_CPU)
             self._pooling = PoolingRequests(pooler, rank.status)
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)

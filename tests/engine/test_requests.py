@@ -14,9 +14,24 @@ from mlxtp.engine import requests as requests_module
 from mlxtp.engine.grammar import Grammars
 from mlxtp.engine.kv_cache import APART, another_bucket
 from mlxtp.engine.logit_shaping import RequestShaping
-from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
+from mlxtp.engine.pooling import PoolingStep
+from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Emitter, Requests
+from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Finished, Generate, Loaded, LoadShard, Shaping
+from mlxtp.wire import messages
+from mlxtp.wire.messages import (
+    Accepted,
+    Error,
+    Finished,
+    Generate,
+    Loaded,
+    LoadShard,
+    Message,
+    Pooling,
+    Prefilled,
+    Shaping,
+    Vectors,
+)
 
 from ..reference import TINY, model_of
 
@@ -52,6 +67,11 @@ def requests(refused: dict[int, Code]) -> Requests:
     return made
 
 
+def knows(requests: Requests, context: int, vocabulary: int) -> None:
+    loaded = SimpleNamespace(vocabulary=SimpleNamespace(size=vocabulary))
+    requests._context, requests._rank = context, cast(Any, SimpleNamespace(loaded=loaded))
+
+
 def guided(uid: int, pattern: str, answered: int = 0, client: int = 0, *, batch: bool = False) -> Generate:
     tokens = (1, *range(10, 10 + answered))
     shaping = Shaping(grammar_kind="regex", grammar=pattern)
@@ -62,7 +82,7 @@ def test_biased_tokens_and_values_of_unlike_number_are_refused(
     requests: Requests, refused: dict[int, Code]
 ) -> None:
     """An agent sends none; another member's message may."""
-    requests._context, requests._vocabulary = 100, 9
+    knows(requests, context=100, vocabulary=9)
     requests.admit(Generate(7, (1,), 9, shaping=Shaping(bias_tokens=(1, 2), bias_values=(0.5,))))
     assert refused == {7: Code.BAD_REQUEST}
 
@@ -70,7 +90,7 @@ def test_biased_tokens_and_values_of_unlike_number_are_refused(
 def test_tokens_beyond_the_vocabulary_and_the_context_are_refused(
     requests: Requests, refused: dict[int, Code]
 ) -> None:
-    requests._context, requests._vocabulary = 100, 9
+    knows(requests, context=100, vocabulary=9)
     requests.admit(Generate(7, (9,), 1))
     requests.admit(Generate(8, (1,), 100))
     assert refused == {7: Code.BAD_REQUEST, 8: Code.CONTEXT_OVERFLOW}
@@ -101,7 +121,8 @@ def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, 
     ended: list[Finished] = []
     emitter = SimpleNamespace(emit=ended.extend)
     requests = Requests(*cast(Any, (None, None, RequestShaping(), emitter)))
-    requests.scheduler, requests._vocabulary = cast(Any, object()), 512
+    requests.scheduler = cast(Any, object())
+    knows(requests, context=100, vocabulary=512)
     grammars = Grammars(TINY, 512, model_of(TINY)[1])
     try:
         grammar = grammars.compile("json_schema", '{"type": "string"}')
@@ -191,7 +212,7 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
     )
     rank = SimpleNamespace(
         bootstrap=bootstrap,
-        loaded=SimpleNamespace(model=None, vocabulary=SimpleNamespace(size=9)),
+        loaded=SimpleNamespace(model=None, stage=None, vocabulary=SimpleNamespace(size=9, head=None)),
         caches=SimpleNamespace(
             can=CacheCapabilities(*[True] * 6, ()), overlapping=False, joins_buckets=gpu, attending=3
         ),
@@ -211,3 +232,51 @@ def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
     bucket = another_bucket(3, 1, gpu=True, skips=True) if gpu else APART
     assert made._policy.bucket_tokens == bucket, "here only the GPU's model joins buckets"
     made.close()
+
+
+class Pooled:
+    """Gives steps; keeps what it is asked."""
+
+    def __init__(self, *steps: PoolingStep) -> None:
+        self.steps, self.asked = list(steps), list[int]()
+
+    def add(self, request: Generate) -> None:
+        self.asked.append(request.uid)
+
+    def cancel(self, uid: int) -> bool:
+        return uid in self.asked
+
+    def next(self) -> PoolingStep | None:
+        return self.steps.pop(0) if self.steps else None
+
+
+def vectors(uid: int, *lengths: int) -> Generate:
+    return Generate(uid, (1,) * sum(lengths), 1, pooling=Pooling(lengths))
+
+
+def test_vectors_are_accepted_and_sent_in_parts_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Message] = []
+    emitter = Emitter(cast(Any, SimpleNamespace(send=sent.append)), RankTelemetry())
+    requests = Requests(*cast(Any, (None, None, RequestShaping(), emitter)))
+    knows(requests, context=10, vocabulary=9)
+    monkeypatch.setattr(messages, "MAX_VECTOR_BYTES", 8)
+    requests.admit(vectors(1, 10, 9))
+    step = PoolingStep(2, (2, 0, 1), b"aaaabbbbcccc", 9, ended=True, finite=True)
+    broken = PoolingStep(4, (0,), b"aaaa", 1, ended=False, finite=False)
+    requests._pooling = cast(Any, Pooled(step, broken))
+    for told in (vectors(2, 3, 3, 3), vectors(3, 2, 11), vectors(4, 1, 1), vectors(5, 1)):
+        requests.admit(told)
+    requests.cancel(5)
+    while requests.pool():
+        pass
+    codes = [(each.uid, each.code) for each in sent if isinstance(each, Error)]
+    assert codes == [(1, Code.NOT_SUPPORTED), (3, Code.CONTEXT_OVERFLOW), (4, Code.INTERNAL)]
+    assert [each for each in sent if not isinstance(each, Error)] == [
+        *map(Accepted, (2, 4, 5)),
+        Finished(5, "cancel", 0, 0),
+        Vectors(2, (2, 0), b"aaaabbbb"),
+        Vectors(2, (1,), b"cccc"),
+        Prefilled(2, 9, 0),
+        Finished(2, "stop", 0, 0),
+    ]
+    assert requests._waiting_since == {}

@@ -299,7 +299,6 @@ def test_a_lost_group_is_an_error_event_and_no_done(server: Server) -> None:
 def test_endpoints_that_are_not_served_say_so(server: Server) -> None:
     client, upload = server.client, ("a.wav", b"RIFF")
     calls: dict[str, Callable[[], Any]] = {
-        "embeddings are not served": lambda: client.embeddings.create(model="tiny", input="x"),
         "moderations are not served": lambda: client.moderations.create(input="x"),
         "images are not served": lambda: client.images.generate(prompt="x"),
         "audio is not served": lambda: client.audio.transcriptions.create(model="tiny", file=upload),

@@ -684,7 +684,7 @@ def test_clients_that_look_for_a_server_find_one_of_a_version_that_they_take(thi
         ("`mlxtp serve MODEL`", lambda client: client.pull("llama3")),
         ("`mlxtp serve MODEL`", lambda client: list(client.pull("llama3", stream=True))),
         ("`mlxtp serve MODEL`", lambda client: client.delete("thinker")),
-        ("no embeddings", lambda client: client.embed(model="thinker", input="hello")),
+        ("embeddings need an embedding", lambda client: client.embed(model="thinker", input="hello")),
     ],
 )
 def test_what_is_not_served_is_said(client: ollama.Client, words: str, call: Any) -> None:

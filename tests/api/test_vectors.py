@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from mlxtp.api import vectors
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects.embeddings import RerankBody, numbers, texts_of
+from mlxtp.api.dialects.embeddings import EmbeddingsBody, OllamaEmbed, RerankBody, numbers, texts_of
+from mlxtp.api.request_body import Schema, parsed
 from mlxtp.api.vectors import TEXT, VectorAnswer, VectorRequest, check_kind, named, told_of
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, RequestError
@@ -158,3 +161,28 @@ def test_a_ranking_is_best_first() -> None:
         {"index": 1, "relevance_score": 1.0, "document": {"text": "b"}},
         {"index": 2, "relevance_score": 0.5, "document": {"text": "c"}},
     ]
+
+
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 2**40, 0.5, "", "x", [], [None], [[]], [[1, "a"]], [{"text": 5}], {}, {"a": [1]}),
+)
+BODIES: dict[type[Schema], Any] = {
+    EmbeddingsBody: EmbeddingsBody.asked,
+    OllamaEmbed: partial(OllamaEmbed.asked, models=()),
+    RerankBody: RerankBody.asked,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_any_value_of_a_field_is_taken_or_refused_in_words(body: type[Schema]) -> None:
+    whole = {"input": "x", "query": "q", "documents": ["d"]}
+    taken = 0
+    for name in body.model_fields:
+        for value in JUNK:
+            try:
+                ask = BODIES[body](parsed(body, json.dumps(whole | {name: value}).encode()))
+            except RequestError:
+                continue
+            assert ask.texts
+            taken += 1
+    assert taken > len(body.model_fields)

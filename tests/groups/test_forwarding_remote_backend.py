@@ -28,9 +28,11 @@ from mlxtp.wire.messages import (
     Finished,
     Generate,
     Message,
+    Pooling,
     Prefilled,
     ScoredDelta,
     Shaping,
+    Vectors,
     Welcome,
 )
 from mlxtp.wire.session import LinkKind, Session, Side
@@ -156,6 +158,16 @@ async def test_an_answer_is_the_same_here_as_there(stage: Stage) -> None:
         StreamEnd("stop", 3),
     ]
     assert stage.open_requests == (0, 0)
+
+
+@scene()
+async def test_vectors_come_from_there(stage: Stage) -> None:
+    answer = stage.ours.generate(Generate(0, (1, 2, 3), 1, pooling=Pooling((1, 2), "mean", True, 2)))
+    [asked] = await stage.asked(1)
+    assert asked.pooling == Pooling((1, 2), "mean", True, 2)
+    stage.say(Accepted(1), Vectors(1, (1, 0), b"aaaabbbb"), Finished(1, "stop", 0, 0))
+    assert await everything(answer) == [StreamEnd("stop", 0)]
+    assert answer.vectors == {1: b"aaaa", 0: b"bbbb"}
 
 
 def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(

@@ -17,7 +17,7 @@ from typing import Any
 RECORDING = Path(__file__).with_name("recorded_vectors.json")
 SHAPE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 1}
 #: Token ids of texts of unequal lengths; none is the end token that pads.
-TEXTS = [[Random(n).randrange(2, 500) for _ in range(n)] for n in (7, 1, 40, 23, 22, 90)]
+TEXTS = [Random(n).choices(range(2, 500), k=n) for n in (7, 1, 40, 23, 22, 90)]
 SCORED = [17, 33]  #: tokens for no and yes
 
 

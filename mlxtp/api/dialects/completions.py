@@ -22,7 +22,7 @@ from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
 from .embeddings import ENDPOINTS
 from .openai import PromptBody, SseWriter, bounded, head, prompt_scores, sse, usage
-from .request_parts import prompt_of, token_ids
+from .request_parts import MOST_TOKENS, prompt_of, token_ids
 
 # --- requests ---------------------------------------------------------------------------------------------
 

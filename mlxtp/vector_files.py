@@ -68,7 +68,7 @@ def vector_model(folder: Path, config: Config) -> VectorModel | None:
         found = VectorModel(kind, prompts=prompts)
     if found is None:
         return None
-    if known is not None and isinstance(end := config.get("eos_token_id"), int):
+    if known is not None and found.kind == EMBED and isinstance(end := config.get("eos_token_id"), int):
         found = replace(found, end=end)
     if known is None and found.kind == RERANK:
         found = replace(found, flaw="it ranks by a prompt that is not known; Qwen3-Reranker's is")

@@ -40,7 +40,7 @@ LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "word
     [
         ("chat", {}, None),
         ("Qwen3-Embedding-0.6B-4bit", {}, VectorModel(EMBED, prompts={"query": TASK, "document": ""}, end=7)),
-        ("models--Qwen--Qwen3-Reranker-4B/snapshots/c0ffee", {}, VectorModel(RERANK, end=7)),
+        ("models--Qwen--Qwen3-Reranker-4B/snapshots/c0ffee", {}, VectorModel(RERANK)),
         ("any", {"modules.json": ALL, POOLING: LAST}, VectorModel(EMBED)),
         ("any", {"modules.json": ALL[:2], POOLING: LAST}, VectorModel(EMBED, normalized=False)),
         ("any", {POOLING: {"pooling_mode": "mean"}}, VectorModel(EMBED, "mean")),
@@ -61,7 +61,7 @@ LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "word
                 "modules.json": modules("Transformer", "LogitScore"),
                 "1_LogitScore/config.json": {"true_token_id": 5, "false_token_id": 6},
             },
-            VectorModel(RERANK, scored=(6, 5), normalized=False, end=7),
+            VectorModel(RERANK, scored=(6, 5), normalized=False),
         ),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_grammar_reads_the_beginning_that_is_in_the_prompt(given: str, fits: b
     )
     requests = Requests(*cast(Any, (None, None, RequestShaping(), emitter)))
     requests.scheduler = cast(Any, SimpleNamespace(add=lambda _, guide: started.append(guide)))
-    requests._vocabulary = 512
+    knows(requests, context=100, vocabulary=512)
     grammars = Grammars(TINY, 512, model_of(TINY)[1])
     try:
         grammar = grammars.compile("json_schema", '{"type": "string"}')

@@ -131,9 +131,7 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
             raise ValueError(f"{min_items} to {max_items} packed 32-bit integers")
         count = size // 4
         items = few[count].unpack(value) if count < _FEW else struct.unpack(f"<{count}{kind}", value)
-        least, most = (
-            (items[0], items[0]) if count == 1 else (min(items), max(items)) if items else (low, high)
-        )
+        least, most = (items[0], items[0]) if count == 1 else (min(items), max(items))
         if not (low <= least and most <= high):
             raise ValueError(f"integers from {low} to {high}")
         return items

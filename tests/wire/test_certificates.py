@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from mlxtp.errors import Code, ProtocolError
 from mlxtp.wire import certificates
 from mlxtp.wire.certificates import (
-    Authority,
     MemberCertificates,
     NodeIdentity,
     authority_hash,
@@ -24,12 +24,15 @@ from mlxtp.wire.certificates import (
     cluster_of,
     fingerprint,
     found,
+    hash_of,
+    is_signed,
     key_at,
     key_from_pem,
     key_to_pem,
     new_key,
     point_of,
     read_node,
+    sign,
 )
 from mlxtp.wire.peer_messages import MAX_CERTIFICATE_BYTES
 
@@ -56,12 +59,22 @@ def test_what_a_certificate_says() -> None:
     assert len(node.fingerprint) == 64
 
 
-@pytest.mark.parametrize("certificate", [CERTIFICATE, AUTHORITY.certificate])
-def test_no_clock_cuts_a_member_off(certificate: bytes) -> None:
+@pytest.mark.parametrize(
+    ("certificate", "limits"),
+    [
+        (CERTIFICATE, x509.BasicConstraints(ca=False, path_length=None)),
+        (AUTHORITY.certificate, x509.BasicConstraints(ca=True, path_length=0)),
+    ],
+)
+def test_no_clock_cuts_a_member_off_and_none_certifies_others(
+    certificate: bytes, limits: x509.BasicConstraints
+) -> None:
     """TLS compares these with the clock of a Mac, which may stand at 1970, or ten years ahead."""
     parsed = x509.load_der_x509_certificate(certificate)
     assert parsed.not_valid_before_utc.timestamp() == 0
     assert parsed.not_valid_after_utc.year == 9999
+    assert parsed.extensions.get_extension_for_class(x509.BasicConstraints).value == limits
+    assert {each.oid._name for each in parsed.extensions if each.critical} == {"basicConstraints", "keyUsage"}
 
 
 def test_the_file_of_a_member_gives_back_what_was_written() -> None:
@@ -97,12 +110,6 @@ def test_roles_do_not_mix() -> None:
     assert "no certificate of a cluster's authority" in refused(cluster_of, CERTIFICATE)
 
 
-def test_only_the_key_of_an_authority_certifies() -> None:
-    forged = Authority(AUTHORITY.certificate, new_key())
-    certificate = forged.certify(NODE, KEY.public_key())
-    assert "was not made by" in refused(check_node, certificate, AUTHORITY.certificate)
-
-
 @pytest.mark.parametrize(
     "judge", [read_node, cluster_of, lambda data: check_node(data, AUTHORITY.certificate)]
 )
@@ -136,6 +143,7 @@ def test_keys_and_certificates_as_text() -> None:
     assert key_to_pem(key_from_pem(key_to_pem(KEY))) == key_to_pem(KEY)
     pair = [CERTIFICATE, AUTHORITY.certificate]
     assert certificates_from_pem(certificates_to_pem(*pair)) == pair
+    assert certificates_to_pem(*pair) == b"".join(map(certificates_to_pem, pair))
     assert fingerprint(key_at(point_of(KEY.public_key()))) == fingerprint(KEY.public_key())
 
 
@@ -158,6 +166,19 @@ def test_what_is_no_key_or_certificate(
     for data in garbage:
         with pytest.raises(ValueError, match=words):
             read(data)
+
+
+def test_a_signature_holds_for_one_key_one_label_and_the_same_parts() -> None:
+    key = KEY.public_key()
+    signature = sign(KEY, b"join", b"ab", b"c")
+    assert is_signed(key, signature, b"join", b"ab", b"c")
+    assert hash_of(b"ab", b"c") == hashlib.sha256(b"\0\0\0\2ab\0\0\0\1c").digest()
+    others = [
+        (new_key().public_key(), b"join", b"ab", b"c"),
+        (key, b"left", b"ab", b"c"),
+        (key, b"join", b"a", b"bc"),
+    ]
+    assert not any(is_signed(other, signature, *said) for other, *said in others)
 
 
 def test_a_secret_does_not_show_in_a_text() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from mlxtp.wire.recording import (
     BEGAN,
+    GAVE_BACK_AT,
     HEADER_BYTES,
     KINDS,
     MAGIC,
@@ -22,6 +23,7 @@ from mlxtp.wire.recording import (
     WORDS_AT,
     Step,
     decode,
+    gave_back,
 )
 
 ORIGIN = 1000.0
@@ -55,8 +57,8 @@ def test_a_step_from_its_start_to_its_end() -> None:
 def test_steps_are_in_order_wherever_the_oldest_stands() -> None:
     turned = [((n - 1) % STEPS, slot(n, n / 8, n / 8, n / 8)) for n in range(4, STEPS + 4)]
     recording = decode(bytes(memory(*turned)))
-    assert recording is not None
     assert [step.seq for step in recording.steps] == list(range(4, STEPS + 4))
+    assert all(step.queued_us == step.finished_us == step.started_us for step in recording.steps)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +79,17 @@ def test_a_step_that_did_not_come_to_an_end(
 
 def test_a_slot_that_was_half_written_is_left_out() -> None:
     """Its time is new and its number old: the process was killed in between."""
-    half = list(slot(3, 2.0))
-    recording = decode(bytes(memory((0, tuple(half)), (1, slot(600, 1.0)), (2, slot(601, 1.5)))))
-    assert recording is not None
+    slots = (slot(3, 2.0), slot(600, 1.0), slot(601, 1.5), slot(601, 1.75))
+    recording = decode(bytes(memory(*enumerate(slots))))
     assert [step.seq for step in recording.steps] == [600, 601]
 
 
 @pytest.mark.parametrize(("kind", "phase"), [("step", "decode"), ("prompt", "prefill")])
 def test_the_phase_is_that_of_the_newest_step(kind: str, phase: str) -> None:
-    one = list(slot(5, 1.0))
+    one = list(slot(5, 0.5))
     one[2] = 1 << 8 | KINDS.index(kind)
     recording = decode(bytes(memory((0, tuple(one)))))
-    assert (recording.phase, recording.phase_since_us) == (phase, 1_000_000)
+    assert (recording.phase, recording.phase_since_us) == (phase, 500_000)
 
 
 def test_the_phase_that_was_entered_after_the_newest_step() -> None:
@@ -98,11 +99,11 @@ def test_the_phase_that_was_entered_after_the_newest_step() -> None:
 
 def test_last_words_and_a_stack() -> None:
     data = memory(crash=b"File x, line 1\n" + b"\xff")
-    what, why = b"rank_lost", "höchst".encode()
+    what, why = b"rank_lost\xff", "höchst".encode() + b"\xff"
     WORDS.pack_into(data, WORDS_AT, ORIGIN + 2, len(what), len(why))
     data[WORDS_AT + WORDS.size : WORDS_AT + WORDS.size + len(what) + len(why)] = what + why
     recording = decode(bytes(data))
-    assert (recording.code, recording.detail) == ("rank_lost", "höchst")
+    assert (recording.code, recording.detail) == ("rank_lost\ufffd", "höchst\ufffd")
     assert recording.crash == "File x, line 1\n\ufffd"
 
 
@@ -122,7 +123,6 @@ def test_no_recording(data: bytes) -> None:
 def test_a_time_that_is_none_is_left_out(time: float) -> None:
     steps = (0, slot(5, 1.0)), (1, slot(6, time)), (2, slot(7, 3.0, time)), (3, slot(8, 4.0, 5.0, time))
     recording = decode(bytes(memory(*steps)))
-    assert recording is not None
     assert [step.seq for step in recording.steps] == [5, 7, 8]
     assert [(step.queued_us, step.finished_us) for step in recording.steps[1:]] == [(0, 0), (5_000_000, 0)]
     data = memory(*steps)
@@ -131,9 +131,15 @@ def test_a_time_that_is_none_is_left_out(time: float) -> None:
 
 
 def test_garbage_is_shown_as_well_as_it_can_be() -> None:
-    data = memory((0, slot(5, 1.0)))
+    one = list(slot(5, -2.0, -1.0))
+    one[2] = 1 << 8 | len(KINDS)
+    data = memory((0, tuple(one)))
     struct.pack_into("=HH", data, WORDS_AT + 8, 0xFFFF, 0xFFFF)
-    data[PHASE_AT + 8] = 255
+    data[PHASE_AT + 8] = len(PHASES)
     recording = decode(bytes(data))
-    assert recording.phase == "decode"
+    assert (recording.phase, recording.steps[0].kind, recording.steps[0].started_us) == ("", "", 0)
     assert len(recording.code) < HEADER_BYTES
+
+
+def test_whether_a_rank_gave_its_devices_back() -> None:
+    assert [gave_back(bytes(GAVE_BACK_AT) + each) for each in (b"\1\1", b"\0\1", b"")] == [True, False, False]

@@ -92,20 +92,12 @@ async def test_a_rank_that_is_gone_with_a_prompt_on_its_way(
 ) -> None:
     agent.send(Generate(2, tuple(range(500_000)), 10))
     rank.close()
-    with pytest.raises(LinkError):
+    with pytest.raises(LinkError, match="cannot send"):
         await agent.drain()
     with pytest.raises(LinkError):
         await agent.receive()
     with pytest.raises(LinkError):
         agent.send(Cancel(1))
-
-
-@played()
-async def test_half_a_frame_and_the_end(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
-    sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
-    rank.close()
-    with pytest.raises(LinkError, match="in the middle of a frame"):
-        await agent.receive()
 
 
 @played()

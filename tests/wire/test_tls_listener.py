@@ -35,8 +35,6 @@ from mlxtp.wire.tls import (
 from .members import Member, founder, member_of
 from .test_tls import careless
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT_S = 5.0
 """Far longer than anything here takes: a test that reaches it fails."""
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from functools import cache, lru_cache
@@ -212,3 +213,9 @@ def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("two-stages")
     with Cluster(home, ranks=2, parallel="pipeline", split="1,3") as cluster:
         yield cluster
+
+
+def pytest_sessionfinish() -> None:
+    """Keep what `make coverage` counted in this process: xdist kills a worker that takes 10 s to end."""
+    if (coverage := sys.modules.get("coverage")) and (running := coverage.Coverage.current()):
+        running.save()

@@ -44,6 +44,7 @@ def test_a_digest_covers_the_salt_and_everything_before_its_end() -> None:
 
 def test_digests_stay_what_they_are_on_disk() -> None:
     assert PrefixDigests(tokens(4), 7).up_to(700).hex() == "9c2640c2c1df478fd92c91b617cc5d8d"
+    assert PrefixDigests(tokens(4)).up_to(700) == PrefixDigests(tokens(4), 0).up_to(700)
 
 
 def test_the_longest_cached_beginning_is_found() -> None:

@@ -131,6 +131,7 @@ def test_the_end_in_order(join: Join) -> None:
 
 
 def test_a_peer_that_is_gone(decode: Joined) -> None:
+    decode.upper.send(Forward((1,), (2,)))  # unread, so that the system resets the connection
     decode.lower.close()
     with pytest.raises(LinkError, match="the rank is gone, in state loaded") as caught:
         decode.upper.receive()

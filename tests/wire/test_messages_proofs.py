@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from mlxtp.wire.messages import epoch_digest, hello_proof, verify, welcome_proof
+from mlxtp.wire.messages import digests_in, epoch_digest, hello_proof, verify, welcome_proof
 
 KEY, OTHER = b"k" * 32, b"K" * 32
 NONCE = b"n" * 16
@@ -34,3 +34,7 @@ def test_the_digest_of_an_epoch_fits_32_bits() -> None:
     digests = {epoch_digest(key, epoch) for key in (KEY, OTHER) for epoch in range(1, 100)}
     assert len(digests) == 198
     assert epoch_digest(KEY, 1) == 0xD860C33B
+
+
+def test_digests_that_stand_in_a_row() -> None:
+    assert digests_in(b"a" * 16 + b"b" * 16) == (b"a" * 16, b"b" * 16)

@@ -381,9 +381,9 @@ def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: LinkState)
 
 def test_eof_in_the_middle_of_a_frame() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    pair.upper.receive_data(encode(msg.Ack(1, 1, 1, 1), EPOCH, 1)[:-1])
-    with pytest.raises(LinkError, match="the rank is gone, in the middle of a frame"):
-        pair.upper.receive_eof()
+    pair.lower.receive_data(encode(msg.Unload(), EPOCH, 1)[:-1])
+    with pytest.raises(LinkError, match="rank 0 is gone, in the middle of a frame"):
+        pair.lower.receive_eof()
 
 
 def test_rank_0_reports_its_end_to_the_others() -> None:

@@ -290,7 +290,9 @@ def test_a_long_table_travels_in_several_frames() -> None:
     ("keep_s", "shown"), [(PINNED, None), (YIELDS, None), (LONGEST_S, None), (600, 600), (0, 0)]
 )
 def test_a_deployment_that_stays_shows_no_number_of_seconds(keep_s: int, shown: int | None) -> None:
-    assert Deployment("tiny", keep_s=keep_s).wishes()["keep_s"] == shown
+    wishes = Deployment("tiny", keep_s=keep_s).wishes()
+    assert wishes.keys() == {"replicas", "nodes", "on", "keep_s", "parallel", "split"}
+    assert wishes["keep_s"] == shown
 
 
 OTHER: dict[str, Any] = {"replicas": 2, "nodes": "3", "on": ("a" * 32,), "keep_s": 5, "parallel": "tensor"}

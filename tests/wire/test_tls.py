@@ -143,8 +143,9 @@ def test_who_shows_nothing_cannot_speak_control(cluster: Cluster) -> None:
 @pytest.mark.parametrize("alpn", [None, "http/1.1", ALPN_DECODE])
 def test_who_speaks_something_else_is_turned_away(cluster: Cluster, alpn: str | None) -> None:
     server, client = handshake(cluster.server(), careless(alpn))
-    with pytest.raises(ProtocolError, match=r"10\.0\.0\.2 speaks none of this port's protocols"):
+    with pytest.raises(ProtocolError, match=r"10\.0\.0\.2 speaks none of this port's protocols") as caught:
         judge_client(server.result(), "10.0.0.2")
+    assert caught.value.code is Code.NOT_AUTHENTIC
     closed(server, client)
 
 
@@ -297,7 +298,7 @@ def test_a_peer_that_hangs_up(cluster: Cluster) -> None:
     theirs.close()
     error = shaking(cluster, ours, TIMEOUT_S).exception(TIMEOUT_S)
     assert isinstance(error, LinkError)
-    assert error.code is Code.LINK_LOST
+    assert (error.code, error.detail) == (Code.LINK_LOST, "the peer: cannot connect: it hung up")
 
 
 class Wire:

@@ -139,10 +139,6 @@ class TlsAcceptor:
         self._strangers = AdmissionCounter(strangers, per_source)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def strangers(self) -> int:
-        return self._strangers.total
-
     async def run(self) -> None:
         """Accept until cancelled. Raises OSError only if the socket no longer listens."""
         loop = asyncio.get_running_loop()

@@ -243,7 +243,7 @@ async def test_a_member_that_is_removed_has_no_requests_any_more(house: House, t
     counted: list[int] = []
 
     async def called(*_: object) -> None:
-        counted.append(house.door._acceptor.strangers)
+        counted.append(house.door._acceptor._strangers.total)
 
     cluster.node.links.called = called  # type: ignore[method-assign]
     context = member_context_client(other.credentials, ALPN_CONTROL)

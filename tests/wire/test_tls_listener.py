@@ -65,7 +65,7 @@ class House:
         await eventually(lambda: self.doorman.turned_away[reason] == times)
 
     async def strangers(self, count: int) -> None:
-        await eventually(lambda: self.doorman.strangers == count)
+        await eventually(lambda: self.doorman._strangers.total == count)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -130,7 +130,7 @@ async def test_a_member_is_heard(members: Members, alpn: str) -> None:
         (peer,) = here.peers
         assert (peer.alpn, peer.address) == (alpn, "127.0.0.1")
         assert peer.identity.node_id == members[1].identity.node_id
-        assert here.doorman.strangers == 0
+        assert here.doorman._strangers.total == 0
         writer.close()
 
 
@@ -215,7 +215,7 @@ async def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
         assert await gone(reader)
         writer.close()
         assert here.doorman.turned_away == {"too many": 1}
-        assert here.doorman.strangers == 32
+        assert here.doorman._strangers.total == 32
         inside[1].write(b"still here")
         assert await inside[0].readexactly(10) == b"still here"
         waiting[7][1].close()
@@ -337,7 +337,7 @@ async def test_when_the_doorman_goes_everything_is_closed(members: Members) -> N
         assert await asyncio.wait([here.running], timeout=TIMEOUT_S / 2) == ({here.running}, set())
         assert await gone(inside[0])
         assert await gone(stranger[0])
-        assert here.doorman.strangers == 0
+        assert here.doorman._strangers.total == 0
         with pytest.raises(OSError, match="Connect call failed"):
             await here.plain()
 

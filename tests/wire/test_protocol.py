@@ -590,8 +590,9 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[msg.Message]) 
         old = list(ledger.kept)
         return msg.Evict(tuple(rng.sample(old, rng.randint(0, len(old)))))
     if kind is msg.Arrange:
-        slots = len(ledger.running) + rng.randint(0, 2)
-        return msg.Arrange((64,) * slots, trim=True, lanes=(0,) * rng.choice((0, slots)))
+        rooms = rng.choice((0, len(ledger.running) + rng.randint(0, 2)))
+        lanes = rng.choice((0, rooms or len(ledger.running)))
+        return msg.Arrange((64,) * rooms, trim=True, lanes=(0,) * lanes)
     if kind is msg.Ack:
         return msg.Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
     if kind in (msg.Spill, msg.FetchBlocks, msg.FetchedBlocks, msg.Restore):

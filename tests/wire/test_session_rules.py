@@ -117,6 +117,7 @@ DECODE_CASES: Cases = {
     ),
     "tokens of the same forward twice": (ORDER, msg.ChosenTokens(2, (5,)), msg.ChosenTokens(2, (5,))),
     "tokens of an older forward": (ORDER, msg.ChosenTokens(2, (5,)), msg.ChosenTokens(1, (5,))),
+    "fewer rooms than rows": (FIELD, prompt(2, 0, 1, 1), msg.Arrange((64,))),
     "lanes for more than its rooms": (FIELD, msg.Arrange((64,), lanes=(0, 0))),
     "lanes for more than its rows": (FIELD, msg.Arrange(lanes=(0, 0))),
     "logits of a row that is not in the step": (UID, replace(step(1), gathered=(7,))),

@@ -171,6 +171,7 @@ DECODE_CASES: Cases = {
     "spilling what is not there": (ORDER, stop(1), msg.Spill(1, 0, 1, DIGEST)),
     "spilling nothing": (ORDER, msg.Spill(1, 1, 1, DIGEST)),
     "fetching under an old uid": (UID, msg.FetchBlocks(1, 2, DIGEST)),
+    "fetching more than a context": (FIELD, msg.FetchBlocks(2, msg.MAX_CONTEXT, DIGEST * 2)),
     "half a digest": (FIELD, msg.FetchBlocks(2, 2, DIGEST + b"half")),
     "having fetched what was not wanted": (UID, FETCHED),
     "having fetched twice": (UID, FETCH, FETCHED, FETCHED),
@@ -322,7 +323,7 @@ def test_what_was_drafted_may_be_kept_or_rolled_back() -> None:
 def test_rows_that_feed_different_widths() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(prompt(2, 0, 3, 3), msg.Forward((1, 2), (2, 3), (0, 3), (5, 6, 7)))
-    link.up(msg.Forward((2, 1), (6, 3)))
+    link.up(msg.Forward((2, 1), (6, 3), gathered=(1, 2)))
 
 
 @pytest.mark.parametrize("command", [msg.Unload(), msg.Shutdown()])

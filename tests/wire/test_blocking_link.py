@@ -105,14 +105,6 @@ def test_a_step_and_its_ack(decode: Joined) -> None:
     assert ack == Ack(seq, 1, 1, 0)
 
 
-def test_a_frame_in_two_halves(decode: Joined) -> None:
-    frame = decode.upper.protocol.send(Forward((1,), (2,)))
-    received = in_background(decode.lower.receive)
-    decode.upper_sock.sendall(frame[:7])
-    decode.upper_sock.sendall(frame[7:])
-    assert len(received.result(TIMEOUT_S)) == 1
-
-
 def test_a_frame_larger_than_the_socket_buffers(decode: Joined) -> None:
     tokens = tuple(range(500_000))
     received = in_background(decode.lower.receive)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlxtp.cluster.introduction import Introduction, compare, unlike_kernels
+from mlxtp.config import Settings
+from mlxtp.errors import Code
+from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import AgentHello
+from mlxtp.wire.messages import Error
 
 OURS = AgentHello(
     1, "1" * 32, "c" * 16, "2" * 32, "mini", ("mlxtp=0.4.1", "mlx=0.32.4", "mlx-lm=0.32.2"),
@@ -71,3 +76,54 @@ def test_unlike_kernels_are_a_warning_and_no_refusal(caplog: pytest.LogCaptureFi
     assert record.getMessage().startswith(here.unlike[theirs.node_id] + "; `mlxtp doctor`")
     Introduction.met(here, ours)
     assert here.unlike[ours.node_id] == ""
+
+
+NODE, OTHER = "3" * 32, "4" * 32
+COPIED = "another running agent has the identity of mini: a home folder was copied"
+
+
+def introduced() -> Introduction:
+    """Of a Mac that knows NODE by the key "key" and has removed who had the key "gone"."""
+    ours: Any = SimpleNamespace(node_id=OURS.node_id, cluster_id=OURS.cluster_id)
+    members = {NODE: SimpleNamespace(fingerprint="key")}
+    roster: Any = SimpleNamespace(removed="gone".__eq__, members=lambda: members)
+    return Introduction(Settings(Path(), "", 0, 1, name="mini"), lambda: ours, "", tuple, lambda: roster)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "code", "words"),
+    [
+        ((NODE, "key"), {}, None, ""),
+        ((OTHER, "new"), {"node_id": OTHER}, None, ""),
+        ((NODE, "key"), {"version": 1}, Code.MISMATCH, "protocol 1"),
+        ((OTHER, "key"), {}, Code.NOT_AUTHENTIC, "its certificate and its hello name different nodes"),
+        ((NODE, "key"), {"cluster_id": "d" * 16}, Code.NOT_AUTHENTIC, "name different nodes"),
+        ((NODE, "new"), {}, Code.NOT_AUTHENTIC, "33333333 is known by another key"),
+        ((NODE, "gone"), {}, Code.REMOVED_NODE, "studio was removed from this cluster"),
+        ((OURS.node_id, "key"), {"node_id": OURS.node_id}, Code.SAME_NODE, "this is the same node"),
+        ((OURS.node_id, "key"), {"node_id": OURS.node_id, "boot_id": "b"}, Code.DUPLICATE_NODE, COPIED),
+    ],
+)
+def test_who_may_have_a_link(
+    shown: tuple[str, str], said: dict[str, Any], code: Code | None, words: str
+) -> None:
+    here = introduced()
+    node, key = shown
+    hello = replace(here.hello(), **{"node_id": NODE, "name": "studio"} | said)
+    refused = here.judge(NodeIdentity(node, OURS.cluster_id, key), hello)
+    assert (refused and refused.code) == code
+    assert words in str(refused)
+    assert here.problem == (str(refused) if code is Code.DUPLICATE_NODE else "")
+
+
+def test_two_agents_with_one_identity_are_refused_until_one_starts_again() -> None:
+    here, peer = introduced(), NodeIdentity(NODE, OURS.cluster_id, "key")
+    one, later = (replace(here.hello(), node_id=NODE, boot_id=boot) for boot in ("one", "later"))
+    assert here.doubled(NODE, ("one", "two"), "studio twice").code is Code.DUPLICATE_NODE
+    assert "Then restart mlxtp" in str(here.judge(peer, one))
+    assert here.problem
+    assert here.judge(peer, later) is None
+    here.met(later)
+    assert (here.problem, here.judge(peer, one)) == ("", None)
+    here.received_error(SimpleNamespace(hello=later, node_id=NODE), Error(Code.DUPLICATE_NODE, COPIED, 0))
+    assert here.problem == COPIED

@@ -135,6 +135,7 @@ DECODE_CASES: Cases = {
     "tokens without widths": (FIELD, wide((), 1)),
     "a step past the prompt": (ORDER, wide((), 0, (3,))),
     "a step past the last one": (ORDER, step(1), wide((), 0, (4,))),
+    "a step past a row that feeds nothing": (ORDER, wide((0,), 0), wide((), 0, (4,))),
     "a step past the drafts": (ORDER, wide((3,), 3), wide((), 0, (6,))),
     "a source that never was": (UID, behind(9, 2)),
     "a source that was not kept": (UID, stop(1), behind(1, 2)),
@@ -279,10 +280,6 @@ def test_it_is_not_accepted(link: LinkKind, name: str) -> None:
     assert receiver.state is LinkState.FAILED
 
 
-def test_the_seq_of_the_cases() -> None:
-    assert pair_in(LinkKind.DECODE, LinkState.LOADED).upper.seq == FIRST - 1
-
-
 def test_a_cancel_may_come_late() -> None:
     pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     pair.down(finished(1))
@@ -304,6 +301,8 @@ def test_what_comes_back_from_disk_is_kept_like_all_else() -> None:
     link.up(kept(1, 1), FETCH)
     link.down(FETCHED)
     link.up(msg.Restore(2, 1), behind(2, 2, uid=3), msg.SessionStop(3, "stop", 1, keep=3, covers=(1, 2)))
+    link.up(prompt(4, 0, 9, 2), msg.Spill(4, 0, 2, DIGEST))
+    link.up(of_prompt(4, 2, 9, (5, 5), save=5, covers=(1, 3)), behind(5, 4, uid=6))
 
 
 def test_prompts_together_run_at_once() -> None:
@@ -337,7 +336,7 @@ def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: msg
     for end in (link.upper, link.lower):
         ledger = sequences(end)
         assert not [*ledger.kept, *ledger.running, *ledger.prompts]
-        assert ledger.last_uid == 3
+        assert (ledger.last_uid, ledger.chosen) == (3, 0)
 
 
 def test_scores_count_as_tokens() -> None:

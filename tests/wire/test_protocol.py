@@ -22,7 +22,9 @@ from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, seque
 
 EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in table(link)]
 KINDS: list[type[msg.Message]] = [*messages().values(), RequestFailed]
-VOICE = (msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished, RequestFailed)
+VOICE = (
+    msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Vectors, msg.Finished, RequestFailed,
+)  # fmt: skip
 
 
 def say(name: str) -> msg.Message:

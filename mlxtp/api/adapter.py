@@ -34,8 +34,8 @@ _REFERENCE = "#/components/schemas/{model}"
 class Operation:
     """One method of one path of a route. An operation with an empty `summary` is left out of the document.
 
-    `body`: a model or a dataclass, or None if it takes none. `stream` is the media type of a streamed answer,
-    `media` of a whole one. `always`: the status of an operation that refuses every request.
+    `body`, `query`: a model or a dataclass, or None if it takes none. `stream` is the media type of a
+    streamed answer, `media` of a whole one. `always`: the status of an operation that refuses every request.
     """
 
     method: str
@@ -45,6 +45,7 @@ class Operation:
     stream: str = ""
     media: str = _JSON
     always: int = 0
+    query: type[Any] | None = None
 
 
 def document(operations: Iterable[Operation], version: str) -> Json:
@@ -80,6 +81,10 @@ def _operation(operation: Operation, path: str, references: Any) -> Json:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in names
         ]
+    if operation.query is not None:
+        fields = TypeAdapter(operation.query).json_schema()["properties"]
+        asked = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
+        described.setdefault("parameters", []).extend(asked)
     if operation.body is not None:
         schema = references[operation.body, "validation"]
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}

@@ -27,7 +27,7 @@ from ..text.replay import Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, ContentDelta, Finish, ReasoningDelta, Transcript, WholeAnswer
 from . import sampling as settings
-from .adapter import About, Dialect, Json, Operation, compact, error_status, in_words_of
+from .adapter import About, AnswerWriter, Dialect, Json, Operation, compact, error_status, in_words_of
 from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
@@ -114,7 +114,7 @@ class Generation:
         self._backend = backend
         self._prompts = Prompts()
         self._bodies = Bodies(backend, max_body_bytes, body_s)
-        self._keep_alive_s = keep_alive_s
+        self.keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
 
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
@@ -156,7 +156,7 @@ class Generation:
 
     async def answer(
         self,
-        dialect: Dialect,
+        dialect: Adapter,
         request: Request,
         parse: Callable[[bytes], GenerationRequest],
         *,
@@ -188,14 +188,15 @@ class Generation:
                 about.model = about.model or lease.model or ask.model or "default"
                 waiting = LoadingStream(dialect, about, asking, partial(_progress, lease, answers))
                 source = open_.pop_all()  # from here on the stream closes them
-                return AnswerStream(
+                stream = AnswerStream(
                     waiting.parts(),
                     source,
-                    self._keep_alive_s,
+                    self.keep_alive_s,
                     waiting.idle,
                     dialect.media_type,
                     headers=_headers(about),
                 )
+                return dialect.streamed(waiting.writer, stream)
             wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
         if max(ask.options.logprobs, ask.options.prompt_logprobs) < 0:
             return _json(dialect.whole(about, wholes), _headers(about))
@@ -384,6 +385,10 @@ class Adapter(Dialect):
     @abstractmethod
     def endpoints(self) -> Mapping[Operation, Handler]:
         """Handlers, each of an entry in `/openapi.json`. A generating one calls `Generation.answer`."""
+
+    def streamed(self, writer: AnswerWriter, stream: AnswerStream) -> Response:
+        """Return the response to a request with a streamed answer. Must not raise: the stream is open."""
+        return stream
 
 
 async def _come(lease: ModelLease) -> None:

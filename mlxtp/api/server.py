@@ -27,6 +27,7 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from ..admission_counter import AdmissionCounter
 from ..errors import Code, ConfigError
@@ -34,6 +35,7 @@ from .access_log import ForeignLines
 from .adapter import error_body
 from .guard import ADMITTED, address_of, source_of
 from .request_body import SHARE
+from .sockets import MOST_BYTES, PATH, ResponseSockets
 
 # --- places of connections --------------------------------------------------------------------------------
 
@@ -193,6 +195,7 @@ class HttpConnection(H11Protocol):
     places: Places  #: Shared by all connections of this server.
     lines: ForeignLines
     place: Place | None = None  #: Its own; with TLS, taken at the handshake.
+    _switched = False  # it is a WebSocket
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -226,6 +229,16 @@ class HttpConnection(H11Protocol):
     def _feed(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
+
+    def _should_upgrade(self) -> bool:
+        """Return True for a handshake; any other upgrade is a plain request."""
+        asked = self.scope["method"], self.scope["path"], self._get_upgrade()
+        return asked == ("GET", PATH, b"websocket") and self.place is not None and not self.place.refusal
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._switched = True
+        super().handle_websocket_upgrade(event)
+        cast(SocketConnection, self.transport.get_protocol()).before = self
 
     def handle_events(self) -> None:
         """Handle events in an empty context: the caller's may belong to a finished request."""
@@ -276,7 +289,7 @@ class HttpConnection(H11Protocol):
 
     def _watch_request(self) -> None:
         """Start or stop the request's deadline. Between two requests, `timeout_keep_alive` applies."""
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        if self._switched or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._sending_request.stop()
         elif not self._sending_request.running:
             why = f"sent no whole request within {self.request_s:g} s"
@@ -295,6 +308,31 @@ class HttpConnection(H11Protocol):
     def _cut(self, why: str) -> None:
         if self.lines.admit(address_of(self.client)):
             log.info("closing the connection of the client at %s, which %s", self.client, why)
+        self.transport.abort()
+
+
+class SocketConnection(WebSocketsSansIOProtocol):
+    """WebSocket. `before`: the HTTP connection that it was, which has its place and watches its reading."""
+
+    before: HttpConnection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.before.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        Context().run(super().data_received, data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.before.pause_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.before.resume_writing()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
         self.transport.abort()
 
 
@@ -416,6 +454,7 @@ class TlsHandshake(SSLProtocol):
 
 _BACKLOG = 1024
 _IDLE_CONNECTION_S = 75
+_PING_S, _PONG_S = 60.0, 300.0  # of a WebSocket; an agent that runs a tool may answer late
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -459,9 +498,13 @@ async def serve(
     """
     connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
-        _cut_off_quietly(_in_origin_form(app)),
+        _cut_off_quietly(ResponseSockets(_in_origin_form(app))),
         http=connection,
-        ws="none",
+        ws=SocketConnection,
+        ws_max_size=MOST_BYTES,
+        ws_ping_interval=_PING_S,
+        ws_ping_timeout=_PONG_S,
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -479,6 +522,8 @@ async def serve(
 
     def few(record: logging.LogRecord) -> bool:
         """Limit uvicorn's log lines about input that is not HTTP. They have no address."""
+        if "websockets" in record.pathname:  # the access log has each handshake
+            return record.levelno >= logging.WARNING and connection.lines.admit("what is no WebSocket")
         return record.msg != "Invalid HTTP request received." or connection.lines.admit("what is no HTTP")
 
     logging.getLogger("uvicorn.error").addFilter(few)
@@ -493,6 +538,8 @@ async def serve(
         for each in tuple(secured):
             each.end_handshake()
         await serving
+        if cancelled := tuple(server.server_state.tasks):
+            await asyncio.wait(cancelled, timeout=grace_s)
         logging.getLogger("uvicorn.error").removeFilter(few)
 
 

@@ -80,7 +80,7 @@ class AnswerStream(Response):
     ) -> None:
         self._parts = parts
         self._source = source
-        self._keep_alive_s = keep_alive_s
+        self.keep_alive_s = keep_alive_s
         self._idle = idle
         self._quiet_since = 0.0
         self.status_code = 200
@@ -97,6 +97,13 @@ class AnswerStream(Response):
                     await _send_body(send, b"", more=False)
                     return
                 await unless_gone(receive, self._send(send))
+
+    async def drained(self, write: Callable[[bytes], None]) -> None:
+        """Pass all parts to `write` as they are made, without a client, and close the source."""
+        async with aclosing(self._source), aclosing(self._parts) as parts:
+            async for part in parts:
+                write(part)
+                await asyncio.sleep(0)
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._parts) as parts:
@@ -122,7 +129,7 @@ class AnswerStream(Response):
     async def _keep_alive(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            wait_s = self._quiet_since + self._keep_alive_s - loop.time()
+            wait_s = self._quiet_since + self.keep_alive_s - loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
@@ -310,14 +317,14 @@ class LoadingStream:
         progress: Callable[[], Progress],
     ) -> None:
         self._dialect = dialect
-        self._writer = dialect.writer(about)
+        self.writer = dialect.writer(about)
         self._asking = asking
         self._progress = progress
         self._choices = about.choices
         self._over = False
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        writer, unfinished = self._writer, self._choices
+        writer, unfinished = self.writer, self._choices
         try:
             yield writer.open() + (b"" if self._asking.done() else self.idle())
             async with aclosing(await self._asking) as events:
@@ -343,7 +350,7 @@ class LoadingStream:
 
     def idle(self) -> bytes:
         """Return an event with the progress; empty after the last part, which may still be unread."""
-        return b"" if self._over else self._writer.idle(_fields(self._progress()))
+        return b"" if self._over else self.writer.idle(_fields(self._progress()))
 
 
 def _fields(progress: Progress) -> Json:

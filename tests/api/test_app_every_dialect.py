@@ -73,7 +73,7 @@ def words_of(refused: httpx.Response) -> str:
 
 def plain(path: str) -> dict[str, Any]:
     """The required fields of a request alone."""
-    least = ("messages", "input", "prompt", "max_tokens")
+    least = ("messages", "input", "prompt", "max_tokens", *["model"] * path.endswith("/compact"))
     body = {name: value for name, value in BODIES[path][0].items() if name in least}
     return body if path.startswith("/v1/") else body | {"model": "default"}
 

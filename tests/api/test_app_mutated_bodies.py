@@ -149,7 +149,7 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
         },
     ),
     "/v1/responses": RESPONSES,
-    "/v1/responses/compact": RESPONSES,
+    "/v1/responses/compact": [{"model": "default"} | body for body in RESPONSES],
     "/v1/responses/input_tokens": tuple({**each, "stream": False} for each in RESPONSES),
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,10 +28,13 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
+def reached(cluster: Cluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
 @pytest.fixture(scope="module")
 def client(two_ranks: Cluster) -> Iterator[openai.OpenAI]:
-    url = f"{two_ranks.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S) as found:
+    with reached(two_ranks) as found:
         yield found
 
 
@@ -166,3 +172,48 @@ def test_many_at_once_get_each_their_own(client: openai.OpenAI) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, secrets)) == secrets
+
+
+IN_BACKGROUND: dict[str, Any] = {"model": "tiny", "input": ENDLESS, "background": True}
+
+
+@pytest.mark.group
+def test_a_response_in_the_background_outlives_its_client_and_a_rank(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with Cluster(tmp_path) as cluster, reached(cluster) as client:
+        with client.responses.create(**IN_BACKGROUND, stream=True) as stream:
+            for event in stream:
+                seen.append(event)
+                if event.type == "response.output_text.delta":
+                    break  # and leave
+        os.kill(cluster.pids()[1], signal.SIGKILL)
+        id_ = seen[0].response.id
+        seen += client.responses.retrieve(id_, stream=True, starting_after=seen[-1].sequence_number)
+        found = client.responses.retrieve(id_)
+        assert cluster.epoch > 1
+    assert [each.sequence_number for each in seen] == list(range(len(seen)))
+    assert (found.status, found.output_text) == ("completed", " ".join(map(str, range(1, 61))))
+    assert seen[-1].response == found
+
+
+def test_a_response_in_the_background_is_freed_where_it_is_cancelled(
+    client: openai.OpenAI, two_ranks: Cluster
+) -> None:
+    before = two_ranks.idle()
+    long: dict[str, Any] = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    id_ = client.responses.create(**IN_BACKGROUND, **long).id
+    until(lambda: client.responses.retrieve(id_).status == "in_progress", "it begins")
+    assert client.responses.cancel(id_).status == client.responses.retrieve(id_).status == "cancelled"
+    until(lambda: two_ranks.health()["open_requests"] == 0, "it ends on the ranks")
+    assert (two_ranks.idle() - before).emitted[0] < 3000
+
+
+def test_turns_on_a_socket(client: openai.OpenAI) -> None:
+    with client.responses.connect() as socket:
+        last = None
+        for word in (SECRET, "OTHER-WORD-12"):
+            more: dict[str, Any] = {"previous_response_id": last, "store": False}
+            socket.response.create(model="tiny", input=f"Repeat exactly: {word}", **more)
+            done = next(event for event in socket if event.type == "response.completed")
+            assert done.response.output_text == word
+            last = done.response.id

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import Code, MlxtpError
+from ...errors import Code, MlxtpError, RequestError
 from ...text.conversation import Call, GenerationRequest
 from ...text.transcript import (
     AnswerEvent,
@@ -23,13 +25,26 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_status, named_event
+from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_status, named_event
 from ..generation import Adapter, Generation, Handler
+from ..guard import address_of
+from ..request_body import MOST_TOKENS, Schema, checked, in_range, shown
 from ..request_context import current
+from ..sockets import PATH, SOCKET, Socket
+from ..streaming import AnswerStream
 from . import openai as answers
 from .request_parts import ClientTool, TextReader, called
-from .responses_items import CALLS, call_item, compaction_content, object_in, search_call
-from .responses_request import ResponseRequest, ResponsesAnswerOptions, ResponseStore, parse, parse_compact
+from .responses_background import BackgroundResponse, over, replayed
+from .responses_items import CALLS, call_item, compaction_content, listed, object_in, search_call
+from .responses_request import (
+    CompactRequest,
+    ResponseRequest,
+    ResponsesAnswerOptions,
+    parse,
+    parse_compact,
+    parse_turn,
+)
+from .responses_store import ResponseStore, StoredResponse
 
 # --- items of an answer -----------------------------------------------------------------------------------
 
@@ -222,9 +237,20 @@ def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | 
 
 
 class ResponseWriter(AnswerWriter):
-    """Writer of one answer as events. `keep` stores the whole response at the end."""
+    """Writer of one answer as events. `keep` stores the whole response at the end.
 
-    def __init__(self, about: About, keep: Callable[[Json], None], clock: Callable[[], float]) -> None:
+    `kept`: the answer goes on in the background, so that `keep` stores each status, a failure, too.
+    """
+
+    def __init__(
+        self,
+        about: About,
+        keep: Callable[[Json], None],
+        clock: Callable[[], float],
+        kept: StoredResponse | None = None,
+    ) -> None:
+        self.kept = kept
+        self._status = "in_progress" if kept is None else "queued"
         self._about = about
         self._keep = keep
         self._clock = clock
@@ -235,9 +261,17 @@ class ResponseWriter(AnswerWriter):
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
-        response = response_body(self._about, "in_progress", ())
-        kinds = ("response.created", "response.in_progress")
+        response = response_body(self._about, self._status, ())
+        kinds = ("response.created", f"response.{self._status}")
         return b"".join([self._sent({"type": kind, "response": response}) for kind in kinds])
+
+    def begin(self) -> bytes:
+        if self.kept is None:
+            return b""
+        self._status = "in_progress"
+        response = response_body(self._about, self._status, ())
+        self._keep(response)
+        return self._sent({"type": "response.in_progress", "response": response})
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -265,11 +299,13 @@ class ResponseWriter(AnswerWriter):
     def fail(self, error: MlxtpError) -> bytes:
         before = self._end("incomplete")
         response = response_body(self._about, "failed", self._output, error=error)
+        if self.kept is not None:
+            self._keep(response)
         return before + self._sent({"type": "response.failed", "response": response})
 
     def idle(self, more: Json) -> bytes:
-        response = response_body(self._about, "in_progress", self._output)
-        return self._numbered({"type": "response.in_progress", "response": response} | more)
+        response = response_body(self._about, self._status, self._output)
+        return self._numbered({"type": f"response.{self._status}", "response": response} | more)
 
     def _think(self, text: str) -> bytes:
         before = b""
@@ -348,7 +384,7 @@ class CompactionWriter(ResponseWriter):
     def begin(self) -> bytes:
         self._whole = WholeAnswer()
         self._added = _compaction(self._about, "")
-        return self._of_item("response.output_item.added", {"item": self._added})
+        return super().begin() + self._of_item("response.output_item.added", {"item": self._added})
 
     def write(self, event: AnswerEvent) -> bytes:
         self._whole.see(event)
@@ -384,7 +420,7 @@ def response_body(
     error: MlxtpError | None = None,
     completed_at: float | None = None,
 ) -> Json:
-    """Return the response with this status: "in_progress", "completed", "incomplete" or "failed"."""
+    """Return the response with this status."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
     request, settings, used = wanted.request, about.ask.options.settings, about.sampling
     reasoning = request.reasoning
@@ -393,7 +429,7 @@ def response_body(
         "object": "response",
         "created_at": int(about.created),
         "status": status,
-        "background": False,
+        "background": bool(request.background),
         "completed_at": int(completed_at) if completed_at is not None else None,
         "error": None if error is None else _error(error),
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -468,8 +504,9 @@ def _text(value: object) -> str | None:
 # --- the adapter ------------------------------------------------------------------------------------------
 
 
-PATH = "/v1/responses"
-COMPACT_PATH = f"{PATH}/compact"
+ONE_PATH = f"{PATH}/{{response_id}}"
+#: Items on one page of a response's input: the most, and without `limit`.
+MOST_LISTED, LISTED = 100, 20
 
 
 class Responses(Adapter):
@@ -489,18 +526,72 @@ class Responses(Adapter):
     @property
     def endpoints(self) -> Mapping[Operation, Handler]:
         create = Operation("POST", PATH, "Answer a conversation", ResponseRequest, SSE)
-        summarize = Operation("POST", COMPACT_PATH, "Summarize a conversation", ResponseRequest)
-        counts = f"{PATH}/input_tokens"
+        summarize = Operation("POST", f"{PATH}/compact", "Summarize a conversation", CompactRequest)
+        counts, items = f"{PATH}/input_tokens", f"{ONE_PATH}/input_items"
+        retrieve = Operation("GET", ONE_PATH, "A response, or its events", stream=SSE, query=RetrieveQuery)
         return {
             create: partial(self._answer, self._parse),
+            Operation("GET", PATH, "Open a WebSocket for response.create", always=426): self._open,
             summarize: partial(self._answer, self._parse_compact),
             Operation("POST", counts, "Count the tokens of an input", ResponseRequest): self._count,
+            retrieve: self._retrieve,
+            Operation("DELETE", ONE_PATH, "Forget a response"): self._delete,
+            Operation("POST", f"{ONE_PATH}/cancel", "Cancel a background response"): self._cancel,
+            Operation("GET", items, "The input of a response", query=ItemsQuery): self._input_items,
         }
 
     async def _answer(
         self, parse: Callable[[bytes], GenerationRequest], generation: Generation, request: Request
     ) -> Response:
+        if (socket := request.scope.get(SOCKET)) is not None:
+            parse = partial(parse_turn, store=self._store, client=_client(), socket=socket.id)
         return await generation.answer(self, request, parse, slow=True)  # a short body may name a long one
+
+    async def _open(self, _generation: Generation, request: Request) -> Response:
+        """Admit a WebSocket, whose first request this is."""
+        socket: Socket | None = request.scope.get(SOCKET)
+        if socket is None:
+            words = f"GET {PATH} opens a WebSocket; POST creates a response, GET {PATH}/ID reads one"
+            raise RequestError(words, Code.METHOD_NOT_ALLOWED, status=426)
+        account = current()
+        client = address_of(request.client) if account is None else account.key_hash or account.origin
+        if why := socket.admit(client):
+            raise RequestError(f"{why}; close one", Code.OVERLOADED, status=429)
+        socket.forget = partial(self._store.delete, _client(), socket.id)
+        return Response(status_code=101)
+
+    async def _retrieve(self, generation: Generation, request: Request) -> Response:
+        kept = self._store.find(_client(), request.path_params["response_id"])
+        query = checked(RetrieveQuery, dict(request.query_params), "")
+        if not query.stream:
+            return Response(kept.body, media_type="application/json")
+        if kept.events is None:
+            words = (
+                "only responses created with background and stream have events to read again; leave it out"
+            )
+            raise RequestError(f"stream: {words}", param="stream")
+        return replayed(kept, query.starting_after, generation.keep_alive_s)
+
+    async def _delete(self, _generation: Generation, request: Request) -> Response:
+        kept = self._store.find(_client(), request.path_params["response_id"])
+        self._store.delete(*kept.key)
+        return JSONResponse({"id": kept.id, "object": "response", "deleted": True})
+
+    async def _cancel(self, _generation: Generation, request: Request) -> Response:
+        kept = self._store.find(_client(), request.path_params["response_id"])
+        if kept.cancel is not None:
+            kept.cancel()
+            await over(kept)
+        elif not kept.background:
+            words = f"the response {kept.id} was not created with background true, so it ends with its client"
+            raise RequestError(words)
+        return Response(kept.body, media_type="application/json")
+
+    async def _input_items(self, _generation: Generation, request: Request) -> Response:
+        kept = self._store.find(_client(), request.path_params["response_id"])
+        query = checked(ItemsQuery, dict(request.query_params), "")
+        page = await asyncio.to_thread(page_of, kept, query)
+        return Response(page, media_type="application/json")
 
     async def _count(self, generation: Generation, request: Request) -> Response:
         tokens = await generation.count(request, self._parse)
@@ -520,20 +611,58 @@ class Responses(Adapter):
         if wanted.compacts == "history":
             return history_body(about, output, finish)
         response = response_body(about, status_of(finish), output, finish=finish, completed_at=self._clock())
-        self._keep(about, response)
+        self._keep(about, None, response)
         return response
 
     def writer(self, about: About) -> ResponseWriter:
-        kind = CompactionWriter if about.ask.dialect.compacts else ResponseWriter
-        return kind(about, lambda response: self._keep(about, response), self._clock)
-
-    def _keep(self, about: About, response: Json) -> None:
         wanted: ResponsesAnswerOptions = about.ask.dialect
-        if wanted.input is not None:
-            self._store.put(wanted.client, response["id"], wanted.input, response["output"])
+        kind, kept = CompactionWriter if wanted.compacts else ResponseWriter, None
+        if wanted.request.background and wanted.input is not None:
+            queued, events = response_body(about, "queued", ()), bool(wanted.request.stream)
+            kept = self._store.start(wanted.client, queued["id"], wanted.input, queued, events=events)
+        return kind(about, partial(self._keep, about, kept), self._clock, kept)
+
+    def streamed(self, writer: AnswerWriter, stream: AnswerStream) -> Response:
+        assert isinstance(writer, ResponseWriter)
+        return stream if writer.kept is None else BackgroundResponse(self._store, writer.kept, stream)
+
+    def _keep(self, about: About, kept: StoredResponse | None, response: Json) -> None:
+        wanted: ResponsesAnswerOptions = about.ask.dialect
+        if kept is not None:
+            self._store.record(kept, response=response)
+        elif wanted.input is not None:
+            self._store.put(wanted.client, response["id"], wanted.input, response, wanted.socket)
 
 
 def _client() -> str:
     """Return the hash of the current request's key; "" without one. No later key has the same."""
     account = current()
     return account.key_hash if account is not None else ""
+
+
+class _Query(Schema, strict=False):
+    """The part of a URL behind its question mark, which is text."""
+
+
+class RetrieveQuery(_Query):
+    stream: bool | None = None
+    starting_after: Annotated[int, in_range(-1, MOST_TOKENS)] = -1  # the number of an event
+
+
+class ItemsQuery(_Query):
+    limit: Annotated[int, in_range(1, MOST_LISTED)] = LISTED
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+def page_of(kept: StoredResponse, query: ItemsQuery) -> bytes:
+    """Return some items of a response's input, as JSON. Raises RequestError for an unknown `after`."""
+    items = listed(kept.id, json.loads(kept.input))[:: 1 if query.order == "asc" else -1]
+    ids = [item["id"] for item in items]
+    if query.after is not None and query.after not in ids:
+        raise RequestError(f"after: {shown(query.after)} is no item of this input", param="after")
+    start = 0 if query.after is None else ids.index(query.after) + 1
+    data = items[start : start + query.limit]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    more = start + query.limit < len(items)
+    return compact({"object": "list", "data": data, **ends, "has_more": more})

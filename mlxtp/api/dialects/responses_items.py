@@ -457,6 +457,29 @@ def worth_keeping(items: Sequence[Json]) -> list[Json]:
     return found
 
 
+def listed(id_: str, items: Sequence[Json]) -> list[Json]:
+    """Return the kept items of a response's input as a client reads them, each with an id."""
+    return [_listed(item, id_.removeprefix("resp_"), i) for i, item in enumerate(items)]
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "compaction": "cmp"}
+
+
+def _listed(item: Json, place: str, index: int) -> Json:
+    kind = item["type"]
+    prefix = _PREFIXES.get(kind) or "".join([word[0] for word in kind.split("_")])
+    found: Json = {"id": f"{prefix}_{place}_in{index}", "status": "completed"} | item
+    said = "output_text" if item.get("role") == "assistant" else "input_text"
+    types = {"content": said, "output": said}
+    if kind == "reasoning":
+        types = {"summary": "summary_text", "content": "reasoning_text"}
+    for name, part in types.items():
+        if isinstance(parts := item.get(name), list):
+            more: Json = {"annotations": [], "logprobs": []} if part == "output_text" else {}
+            found[name] = [{"type": part, **more} | each for each in parts]
+    return found
+
+
 def pieces(item: Json) -> int:
     """Count an item and its parts."""
     return 1 + sum(len(value) for value in item.values() if isinstance(value, list))

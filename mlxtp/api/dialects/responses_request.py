@@ -7,13 +7,12 @@ Four fields mean less than at OpenAI: any `reasoning.effort` except "none" lets 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from ...errors import Code, RequestError
+from ...errors import RequestError
 from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from ..adapter import Json, compact
 from ..request_body import (
@@ -30,8 +29,11 @@ from ..request_body import (
 )
 from .request_parts import MOST_TOKENS, OpenAIBody, Tools, continued, log_left_out, tool_choice, unfold
 from .responses_items import (
+    CALLS,
     COMPACT,
+    OUTPUTS,
     items_of,
+    listed,
     pieces,
     read_tools,
     repeated_choice,
@@ -41,97 +43,7 @@ from .responses_items import (
     users_of,
     worth_keeping,
 )
-
-# --- conversations that are kept --------------------------------------------------------------------------
-
-
-MOST = 1000
-MOST_BYTES = 64 * 1024 * 1024
-AGE_S = 6 * 3600.0
-#: Python's memory for an answer in addition to its JSON.
-OVERHEAD_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """An answer's whole input, earlier answers included, and its output, as JSON lists, until a time."""
-
-    input: bytes
-    output: bytes
-    until: float
-
-    @property
-    def size(self) -> int:
-        """Memory in bytes, which depends only on the length of the JSON, not on its content."""
-        return len(self.input) + len(self.output) + OVERHEAD_BYTES
-
-
-class ResponseStore:
-    """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds, for any thread.
-
-    The oldest make room. An answer belongs to one client: the hash of its key, or "".
-    """
-
-    def __init__(
-        self,
-        most: int = MOST,
-        most_bytes: int = MOST_BYTES,
-        age_s: float = AGE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._age_s = age_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._kept: dict[tuple[str, str], StoredResponse] = {}
-        self.size = 0  # bytes of all stored answers
-
-    def put(self, client: str, id_: str, input_: bytes, output: Sequence[Json]) -> None:
-        """Keep an answer with its whole input, a JSON list, unless it is larger than the store."""
-        kept = StoredResponse(input_, compact(output), self._clock() + self._age_s)
-        with self._lock:
-            if kept.size > self._most_bytes:
-                return
-            self._kept[client, id_] = kept
-            self.size += kept.size
-            self._make_room()
-
-    def items(self, client: str, id_: str) -> list[Json]:
-        """Return the first items of a request that continues an answer. Raises RequestError 404."""
-        if (kept := self._find(client, id_)) is None:
-            words = f"the response {shown(id_)} is not known here: {self.bounds}"
-            raise RequestError(words, Code.NOT_FOUND, status=404, param="previous_response_id")
-        return [*json.loads(kept.input), *json.loads(kept.output)]
-
-    def output(self, client: str, id_: str) -> list[Json]:
-        """Return the output of an answer; empty for an unknown one."""
-        kept = self._find(client, id_)
-        return [] if kept is None else json.loads(kept.output)
-
-    @property
-    def bounds(self) -> str:
-        """The limits of this store and the remedy, for refusals."""
-        return (
-            f"answers are kept in the memory of the Mac that received the request for "
-            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self._most_bytes >> 20} MiB, "
-            "for the same API key, not with store false; send the whole conversation as input"
-        )
-
-    def _find(self, client: str, id_: str) -> StoredResponse | None:
-        with self._lock:
-            self._make_room()
-            return self._kept.get((client, id_))
-
-    def _make_room(self) -> None:
-        now = self._clock()
-        while self._kept:
-            oldest = next(iter(self._kept))
-            crowded = len(self._kept) > self._most or self.size > self._most_bytes
-            if not crowded and self._kept[oldest].until > now:
-                return
-            self.size -= self._kept.pop(oldest).size
-
+from .responses_store import ResponseStore as ResponseStore
 
 # --- the body ---------------------------------------------------------------------------------------------
 
@@ -179,8 +91,8 @@ class ResponseRequest(OpenAIBody):
     metadata: dict[str, str] | None = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    # refused if set
     background: bool | None = None
+    # refused if set
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
@@ -195,11 +107,25 @@ class ResponseRequest(OpenAIBody):
         return self.user, self.safety_identifier
 
 
+class CompactRequest(ResponseRequest):
+    """The body of `POST /v1/responses/compact`."""
+
+    model: str
+
+
+class SocketRequest(ResponseRequest):
+    """A message on a WebSocket. Its answer is always a stream."""
+
+    type: Literal["response.create"]
+    generate: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ResponsesAnswerOptions:
     """A checked request, for its answer, without unknown fields.
 
     `input` is a JSON list that includes the items of earlier answers; None if the client wants none kept.
+    `socket`: only this WebSocket may continue the answer; empty for any request of the client.
     `compacts`: the answer is a summary, as an item of a response or, after `users`, as a new history.
     """
 
@@ -212,11 +138,12 @@ class ResponsesAnswerOptions:
     format: Json
     compacts: Literal["", "item", "history"] = ""
     users: Sequence[Json] = ()
+    socket: str = ""
 
 
 def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
     """Return the request for a new history: a conversation that ends with a trigger. Raises RequestError."""
-    request = parsed(ResponseRequest, body)
+    request = parsed(CompactRequest, body)
     given = request.input
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -224,7 +151,8 @@ def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationR
         given = []
     if isinstance(given, list):
         given = [*given, {"type": "compaction_trigger"}]
-    ask = _ask(request.model_copy(update={"input": given, "stream": False}), store, client)
+    changed = {"input": given, "stream": False, "background": False}
+    ask = _ask(request.model_copy(update=changed), store, client)
     return replace(ask, dialect=replace(ask.dialect, compacts="history"))
 
 
@@ -233,15 +161,27 @@ def parse(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
     return _ask(parsed(ResponseRequest, body), store, client)
 
 
-def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> GenerationRequest:
+def parse_turn(body: bytes, store: ResponseStore, client: str, socket: str) -> GenerationRequest:
+    """Return the request in a message on a WebSocket. Raises RequestError."""
+    request = parsed(SocketRequest, body)
+    for name, value in (("background", request.background), ("generate", request.generate is False)):
+        if value:
+            words = f"{name} {shown(getattr(request, name))} is not supported on a WebSocket; leave it out"
+            raise not_supported(words, name)
+    return _ask(request.model_copy(update={"stream": True}), store, client, socket)
+
+
+def _ask(request: ResponseRequest, store: ResponseStore, client: str, socket: str = "") -> GenerationRequest:
     _check_supported(request)
     _check_metadata(request.metadata or {})
     _check_finite(request)
     logprobs = _logprobs(request)
     earlier = request.previous_response_id
-    before = [] if earlier is None else store.items(client, earlier)
+    before = [] if earlier is None else store.items(client, earlier, socket)
     _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
-    items = [*before, *_items(request, store, client)]
+    items = [*before, *_items(request, store, client, socket)]
+    if before:
+        _check_answers(before, items[len(before) :])
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
     given_tools, repeated = read_tools(request.tools or (), "tools")
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
@@ -264,14 +204,17 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     wanted = ResponsesAnswerOptions(
         request,
         client,
-        compact(worth_keeping(items)) if request.kept else None,
+        compact(worth_keeping(items)) if request.kept or socket else None,
         tools,
         repeated,
         repeated_choice(request.tool_choice),
         format_ or {"type": "text"},
+        socket="" if request.kept else socket,
     )
     own = GenerationOptions(1, request.max_output_tokens, format=_format(format_), logprobs=logprobs)
     ask = request.generation(conversation, own, wanted)
+    if request.background:
+        ask = replace(ask, stream=True)  # its events, or their end, are kept
     match request.input:
         case [*_, {"type": "compaction_trigger"}]:
             return _compacting(ask, conversation, items)
@@ -309,7 +252,6 @@ def _compacting(
 def _check_supported(request: ResponseRequest) -> None:
     whole = "send previous_response_id, or the whole conversation as input"
     wants = (
-        ("background", request.background, "leave it out, and stream the answer"),
         ("conversation", request.conversation, whole),
         ("prompt", request.prompt, "no prompts are kept here; send instructions"),
         ("moderation", request.moderation, "leave it out"),
@@ -317,6 +259,8 @@ def _check_supported(request: ResponseRequest) -> None:
     for name, value, advice in wants:
         if value:
             raise not_supported(f"{name} {shown(value)} is not supported; {advice}", name)
+    if request.background and not request.kept:
+        raise RequestError("store false keeps no background response; leave it out", param="store")
     if request.context_management:
         log_left_out("context_management", "compaction")
 
@@ -362,14 +306,28 @@ def _check_count(before: int, given: int) -> None:
         )
 
 
-def _items(request: ResponseRequest, store: ResponseStore, client: str) -> list[Json]:
+def _check_answers(before: Sequence[Json], given: Sequence[Json]) -> None:
+    """Refuse a call's output without its call, after a response whose calls are all known here."""
+    calls = {item["call_id"] for item in (*before, *given) if item["type"] in CALLS}
+    outputs = [item["call_id"] for item in given if item["type"] in OUTPUTS and item["call_id"]]
+    lost = next((id_ for id_ in outputs if id_ not in calls), None)
+    if lost is not None and not any(item["type"] == "compaction" for item in before):
+        words = f"input has an output of the call {shown(lost)}, which previous_response_id does not have"
+        raise RequestError(words, param="input")
+
+
+def _items(request: ResponseRequest, store: ResponseStore, client: str, socket: str) -> list[Json]:
     unnamed: dict[str, dict[str, Json]] = {}  # items of answers; each answer is read once
 
     def find(id_: str, where: str) -> Json:
         """Take the item, so that a short body cannot refer to a long item many times."""
         answer = f"resp_{id_.partition('_')[2].rpartition('_')[0]}"  # an item's id contains its answer's
         if answer not in unnamed:
-            unnamed[answer] = {item["id"]: item for item in store.output(client, answer)}
+            unnamed[answer] = {}
+            with suppress(RequestError):  # told below
+                kept = store.find(client, answer, socket=socket)
+                items = [*listed(kept.id, json.loads(kept.input)), *json.loads(kept.body)["output"]]
+                unnamed[answer] = {item["id"]: item for item in items}
         if id_ not in unnamed[answer]:
             raise RequestError(
                 f"{where}: the item {shown(id_)} is not known here, or is named twice: {store.bounds}. "

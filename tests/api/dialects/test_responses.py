@@ -528,7 +528,7 @@ def test_a_conversation_has_an_end() -> None:
     )
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}] * 11_998}
     kept: Any = parse(json.dumps({"input": [parts, user]}).encode(), store, "").dialect
-    store.put("", "resp_1", kept.input, [])
+    store.put("", "resp_1", kept.input, {"status": "completed", "output": []})
     going_on: Any = {"previous_response_id": "resp_1"}
     parse(json.dumps(going_on | {"input": [user]}).encode(), store, "")
     assert refused(**going_on, input=[user, parts]) == (
@@ -565,7 +565,7 @@ FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
         ({"tool_choice": "perhaps"}, "tool_choice", '"perhaps"'),
         ({"tools": [FUNCTION], "tool_choice": allowed("auto", "g")}, "tool_choice.tools[0].name", '"g"'),
         ({"tool_choice": allowed("auto", "g") | {"tools": [3]}}, "tool_choice.tools[0]", "got 3"),
-        ({"background": True}, "background", "background true"),
+        ({"background": True, "store": False}, "store", "store false"),
         ({"conversation": "conv_1"}, "conversation", "conv_1"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "pmpt_1"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),

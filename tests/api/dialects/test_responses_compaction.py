@@ -118,12 +118,12 @@ def test_a_summary_is_the_text_alone_and_says_where_it_was_cut(
 
 def test_without_a_summary_the_conversation_stays(server: Server) -> None:
     server.backend.script = says([1])
-    assert_error(http(server, {"input": TALK}, "/compact"), 500, "internal")
+    assert_error(http(server, {"model": "tiny", "input": TALK}, "/compact"), 500, "internal")
     assert_error(post(server, input=[*TALK, TRIGGER]), 500, "internal")
     failed = events_of(post(server, input=[*TALK, TRIGGER], stream=True))[-1]
     assert failed["type"] == "response.failed"
     assert "wrote no summary" in failed["response"]["error"]["message"]
-    long = http(server, {"input": "q" * 3000}, "/compact")
+    long = http(server, {"model": "tiny", "input": "q" * 3000}, "/compact")
     assert assert_error(long, 400, "context_length_exceeded")["param"] == "input"
 
 

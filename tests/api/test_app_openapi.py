@@ -58,7 +58,7 @@ def test_a_command_is_described_by_its_fields() -> None:
     assert whole["paths"]["/admin/token"]["post"]["summary"] == "Make a join token."
 
 
-@pytest.mark.parametrize("path", ["/v1/audio/{rest}", "/api/pull"])
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/audio/{rest}", "/api/pull"])
 def test_what_is_always_refused_promises_no_answer(server: Server, path: str) -> None:
     promised = described()["paths"][path]["post"]["responses"]
     status = httpx.post(f"{server.url}{path}", json={}, trust_env=False).status_code

@@ -198,9 +198,10 @@ class CompletionWriter(SseWriter):
 UNSERVED = {
     "/v1/audio/{rest:path}": "audio is not served: mlxtp runs models that read and write text",
     "/v1/images/{rest:path}": "images are not served: mlxtp runs models that read and write text",
+    "/v1/conversations": "conversations are not kept: send previous_response_id, or the whole conversation",
     "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
 }
-UNSERVED_PREFIXES = ("/v1/audio", "/v1/images", "/v1/moderations")
+UNSERVED_PREFIXES = ("/v1/audio", "/v1/images", "/v1/conversations", "/v1/moderations")
 UNSERVED_STATUS = 404  # status after which client libraries do not retry
 
 

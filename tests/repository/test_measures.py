@@ -31,7 +31,7 @@ MOST_POSITIONAL = 5  # parameters that may be given without their names
 LEFT: Mapping[str, int] = {
     "large classes": 0,
     "names of methods": 0,
-    "files": 239,
+    "files": 244,
     "classes with many public methods": 9,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,

@@ -10,11 +10,13 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from .errors import Code, ModelError
-from .model_config import Config, mtp_place, name_in_head, quantizations
+from .model_config import Config, mtp_place, name_in_head, quantization, quantizations
 
 TIKTOKEN_FILE = "tiktoken.model"
 MAX_CONFIG_BYTES = 8 << 20  #: of config.json; with a quantization for each layer it has 2 MiB
@@ -276,6 +278,60 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(min(size, MAX_TEXT_BYTES))
     return any(f'"{before}{place}'.encode() in header for before in ("", "language_model."))
+
+
+_MOST_AXES = 8  # of a tensor
+_ODD = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    ModelError,
+)
+
+
+@lru_cache(maxsize=256)
+def parameters_in(folder: Path, _stamp: str) -> int:
+    """Return the number of parameters by the headers of the weights; 0 if these do not tell.
+
+    It counts as mlx-lm does: quantized weights before they were packed, without their scales. `_stamp`:
+    another one has the headers read again.
+    """
+    shapes: dict[str, Any] = {}
+    left = MAX_INDEX_BYTES  # of all headers
+    try:
+        bits = quantization(config_in(folder))
+        for path in weight_files(folder):
+            with path.open("rb") as file:
+                left -= (size := int.from_bytes(file.read(8), "little"))
+                text = file.read(size).decode() if left >= 0 else ""
+            if text.count(",") > MAX_FEW_VALUES:
+                return 0
+            shapes |= json.loads(text)
+        shapes.pop("__metadata__", None)
+        return sum(_parameters(name, shapes, bits) for name in shapes)
+    except _ODD:
+        return 0
+
+
+def _parameters(name: str, shapes: Mapping[str, Any], quantized: Config) -> int:
+    """Return the number of parameters in a tensor. Raises ValueError for one packed in an unknown way."""
+    module, _, kind = name.rpartition(".")
+    shape, packed = shapes[name]["shape"], f"{module}.scales" in shapes
+    if len(shape) > _MOST_AXES or max(shape, default=1) >= 1 << 48:
+        raise ValueError(f"{name} is larger than any tensor")
+    count = prod(shape)
+    if kind == "weight" and packed and shapes[name]["dtype"] == "U32":
+        own = quantized.get(module)
+        return int(count * 32 // (own if isinstance(own, dict) else quantized)["bits"])
+    if (packed and kind in ("scales", "biases")) or kind.endswith("scale_inv"):
+        return 0
+    if shapes[name]["dtype"][0] not in "FB":
+        raise ValueError(f"{name} holds no numbers with a fraction")
+    return int(count)
 
 
 def fingerprint(folder: Path) -> str:

@@ -38,6 +38,7 @@ from mlxtp.model_files import (
     fingerprint,
     has_mtp_head,
     indexed,
+    parameters_in,
     text_of,
     token_count,
     tokenizer_json,
@@ -438,6 +439,67 @@ def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     large(tmp_path / "tiktoken.model", MAX_TEXT_BYTES + 1)
     assert token_count(tmp_path) == 0
+
+
+def weights(path: Path, tensors: Mapping[str, tuple[str, list[int]]], more: int = 0) -> None:
+    """Write the header of a file of weights, which claims `more` bytes than it has, and no weights."""
+    table = {
+        name: {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}
+        for name, (kind, shape) in tensors.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "mlx"}, **table}).encode()
+    path.write_bytes((len(text) + more).to_bytes(8, "little") + text)
+
+
+def packed(name: str, bits: int) -> dict[str, tuple[str, list[int]]]:
+    """The tensors of 64 * 128 weights in groups of 32."""
+    few = ("BF16", [64, 4])
+    return {f"{name}.weight": ("U32", [64, 4 * bits]), f"{name}.scales": few, f"{name}.biases": few}
+
+
+def test_parameters_are_counted_by_the_headers_of_weights(tmp_path: Path) -> None:
+    def count(config: Mapping[str, Any], *files: Mapping[str, tuple[str, list[int]]], more: int = 0) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for i, tensors in enumerate(files):
+            weights(tmp_path / f"model-{i}.safetensors", tensors, more)
+        parameters_in.cache_clear()
+        return read_card(StoredModelInfo("x", tmp_path, 0, 0)).parameters
+
+    plain: dict[str, tuple[str, list[int]]] = {
+        "a.weight": ("BF16", [100, 50]),
+        "a.bias": ("F32", [8]),
+        "n": ("F8_E4M3", []),
+    }
+    assert count({}, plain) == "5.0K"
+    told = {
+        "quantization": {"bits": 4, "group_size": 32, "b": {"bits": 8, "group_size": 32}, "lm_head": False}
+    }
+    assert count(told, packed("a", 4), packed("b", 8) | {"norm.biases": ("F16", [200])}) == "16.6K"
+    unknown = (
+        ({}, packed("a", 4), 0), ({"quantization": {"bits": 0}}, packed("a", 4), 0),
+        ({"quantization_config": {"quant_method": "awq"}}, {"a.qweight": ("I32", [9, 9])}, 0),
+        ({}, {"a": ("F16", [2] * 9)}, 0), ({}, {"a": ("F16", [1 << 48])}, 0), ({}, plain, 1 << 40),
+    )  # fmt: skip
+    for config, tensors, more in unknown:
+        assert count(config, tensors, {}, more=more) == "", (config, tensors)
+    (tmp_path / "model-0.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0[]")
+    assert count({}) == ""
+
+
+def test_headers_are_read_once_until_a_folder_changes(tmp_path: Path) -> None:
+    stored = StoredModelInfo("x", tmp_path, 0, 0)
+    (tmp_path / "config.json").write_text("{}")
+    weights(tmp_path / "model.safetensors", {"a": ("F16", [7])})
+    assert read_card(stored).parameters == "7"
+    hits = parameters_in.cache_info().hits
+    assert read_card(stored).parameters == "7"
+    assert parameters_in.cache_info().hits == hits + 1
+    weights(tmp_path / "model.safetensors", {"ab": ("F16", [8])})
+    assert read_card(stored).parameters == "8"
+    index = {"metadata": {"total_parameters": 9}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_card(stored).parameters == "9"
+    assert read_card(StoredModelInfo("tiny", embedded_model_path(), 0, 0)).parameters == "951.4K"
 
 
 def test_a_file_of_more_values_than_models_need_is_not_read(tmp_path: Path) -> None:

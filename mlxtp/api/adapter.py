@@ -19,6 +19,7 @@ from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from ..text.conversation import GenerationRequest
 from ..text.tokenizer import Name
 from ..text.transcript import AnswerEvent, WholeAnswer
+from .answer_shapes import ANSWERS, refusal, schema
 from .backend import Sampling
 from .catalog import TooLong
 
@@ -86,13 +87,14 @@ def _operation(operation: Operation, path: str, references: Any) -> Json:
         asked = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
         described.setdefault("parameters", []).extend(asked)
     if operation.body is not None:
-        schema = references[operation.body, "validation"]
-        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
-    refused: Json = {_JSON: {}}
+        body = {"schema": references[operation.body, "validation"]}
+        described["requestBody"] = {"required": True, "content": {_JSON: body}}
+    answer, event = ANSWERS.get(f"{operation.method} {path}", (dict, None))
+    refused: Json = {_JSON: {"schema": schema(refusal(path))}}
     text: Json = {"schema": {"type": "string"}}
-    content: Json = {operation.media: {} if operation.media == _JSON else text}
-    if operation.stream:
-        content[operation.stream] = text
+    content: Json = {operation.media: {"schema": schema(answer)} if operation.media == _JSON else text}
+    if operation.stream:  # OpenAPI 3.2 calls an event's schema `itemSchema`
+        content[operation.stream] = text | {"x-itemSchema": schema(event)}
     first = {"200": {"description": "the answer", "content": content}}
     if operation.always:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}

@@ -237,12 +237,18 @@ async def _watch(
 
 
 def _file(path: Path) -> Route:
-    """Return the route of one file, read once. `index.html` is at `/`, others below `/page/`."""
+    """Return the route of one file, read once. `index.html` is at `/`, others below `/page/`.
+
+    Clients of Ollama that look whether it is there get its words at `/`.
+    """
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**HEADERS, "etag": etag, "content-type": _TYPES[path.suffix]}
+    headers = {**HEADERS, "etag": etag, "vary": "accept", "content-type": _TYPES[path.suffix]}
 
     async def answer(request: Request) -> Response:
+        asked = request.headers.get("accept", "")
+        if path.name == "index.html" and request.method == "GET" and "text/html" not in asked:
+            return Response("Ollama is running", headers={"vary": "accept"}, media_type="text/plain")
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)

@@ -30,6 +30,7 @@ from .generation import Adapter, Generation
 from .guard import Access, guards, is_stranger, keys_in
 from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
+from .wrong_paths import advice, meant
 
 _NO_READER = 499  # client gone before the answer, as proxies log it
 HEALTH = Operation("GET", "/health", "The state of the cluster")
@@ -96,7 +97,11 @@ def create_app(
     app = Starlette(
         routes=[
             Route("/openapi.json", openapi, methods=["GET"]),
-            *(Route(at.path, partial(handler, generation), methods=[at.method]) for at, handler in endpoints),
+            *(
+                Route(path, partial(handler, generation), methods=[at.method])
+                for at, handler in endpoints
+                for path in spellings(at)
+            ),
             *(admin_routes(admin) if admin is not None else ()),
             *(page_routes(observed, access.keys) if observed is not None else ()),
         ],
@@ -113,6 +118,12 @@ def create_app(
     return app
 
 
+def spellings(operation: Operation) -> tuple[str, ...]:
+    """Return the paths of an operation. Many clients leave out `/v1`."""
+    short = operation.path.removeprefix("/v1")
+    return (operation.path,) if operation.always or short == operation.path else (operation.path, short)
+
+
 class _Refusals:
     """Refusals outside of an endpoint, in the shape of the dialect that the client speaks."""
 
@@ -127,11 +138,17 @@ class _Refusals:
     async def refuse_http(self, request: Request, error: Exception) -> Response:
         """Refuse an unknown path, or a method that the path does not have."""
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        path, method = request.scope["path"], request.method
+        message, end = f"{method} {path}: {error.detail}", ""
+        if error.status_code == 404:
+            routes = [each for each in request.app.routes if isinstance(each, Route)]
+            end = meant(path, lambda other: any(each.path_regex.match(other) for each in routes))
+            message = "; ".join(filter(None, (message, advice(path, end))))
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
         refusal = RequestError(message, code, status=error.status_code)
-        return self._generation.refusal(self._dialect(request.scope), refusal, error.headers)
+        scope = {**request.scope, "path": end or path}
+        return self._generation.refusal(self._dialect(scope), refusal, error.headers)
 
     async def drop(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)
@@ -144,10 +161,10 @@ class _Refusals:
         return self._generation.refusal(self._dialect(scope), error, headers)
 
     def _dialect(self, scope: Scope) -> Adapter:
-        path = scope["path"]
-        if path.startswith(MODELS) and speaks_anthropic(Headers(scope=scope)):
+        paths = scope["path"], f"/v1{scope['path']}"
+        if any(path.startswith(MODELS) for path in paths) and speaks_anthropic(Headers(scope=scope)):
             return ANTHROPIC
         owned = ((len(prefix), dialect) for dialect in self._dialects for prefix in dialect.prefixes
-                 if path.startswith(prefix))  # fmt: skip
+                 if any(path.startswith(prefix) for path in paths))  # fmt: skip
         everything_else = 0, self._dialects[-1]  # such as `*`, which begins with no slash
         return max(owned, key=lambda pair: pair[0], default=everything_else)[1]

@@ -9,14 +9,23 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
-from ..model_files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, table, tokenizer_settings, weight_sizes
+from ..model_files import (
+    INDEX,
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    parameters_in,
+    table,
+    tokenizer_settings,
+    weight_sizes,
+)
 from ..short_names import stands_for
 from ..text.tokenizer import Text
 from .backend import (
@@ -84,13 +93,14 @@ def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
         template = tokenizer_settings(model.path).get("chat_template")
     family = config.get("model_type")
     known = json.dumps([model.id, config, sorted(weights.items())])
+    digest = hashlib.sha256(known.encode()).hexdigest()
     return ModelCard(
         config=config,
         family=family if isinstance(family, str) else "",
-        parameters=_parameters(_read_json(model.path / "model.safetensors.index.json")),
+        parameters=_parameters(_read_json(model.path / INDEX), partial(parameters_in, model.path, digest)),
         quantization=_quantization(config),
         weight_bytes=sum(weights.values()),
-        digest=hashlib.sha256(known.encode()).hexdigest(),
+        digest=digest,
         template=template if isinstance(template, str) else "",
     )
 
@@ -102,10 +112,11 @@ def _read_json(path: Path) -> Json:
         return {}
 
 
-def _parameters(index: Json) -> str:
-    """Return the number of parameters that mlx-lm counted when it wrote the weights."""
+def _parameters(index: Json, counted: Callable[[], int]) -> str:
+    """Return the number of parameters that mlx-lm counted when it wrote the weights, else `counted`."""
     metadata = index.get("metadata")
     count = metadata.get("total_parameters") if isinstance(metadata, dict) else None
+    count = counted() if count is None else count
     if type(count) is not int or count <= 0:
         return ""
     return next((f"{count / unit:.1f}{letter}" for letter, unit in _UNITS if count >= unit), str(count))
@@ -156,7 +167,8 @@ def defaults_of(config: Mapping[str, Any]) -> Sampling:
 
 
 QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
-UNNAMED = (None, "", "default")  # Names that mean the first of the loaded models.
+#: Names that mean the first of the loaded models; the last two are those of mlx-lm's server.
+UNNAMED = (None, "", "default", "default_model", "chat_model")
 
 
 def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | None:

@@ -28,7 +28,7 @@ from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, ContentDelta, Finish, ReasoningDelta, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, AnswerWriter, Dialect, Json, Operation, compact, error_status, in_words_of
-from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
+from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
 from .key_limits import BATCH, INTERACTIVE, PRIORITIES
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
+AnyModel = ModelInfo | StoredModelInfo
 
 PRIORITY = "x-mlxtp-priority"  #: Header with the class of a request.
 MOST_BEGUN = 4096  #: tokens of an answer's beginning that a rank reads by a grammar, while others wait
@@ -124,21 +125,36 @@ class Generation:
 
     async def count(self, request: Request, parse: Callable[[bytes], GenerationRequest]) -> int:
         """Return the number of tokens in the request's prompt. Raises RequestError."""
+
+        def write(ask: GenerationRequest, text: Text, model: AnyModel, guided: bool) -> WrittenPrompts:
+            return self._prompts.written(ask, text, model, guided=guided, client=_sharer(request))
+
+        *_, found = await self.prompted(request, parse, write)
+        return sum(map(len, found.tokens))
+
+    async def prompted(
+        self,
+        request: Request,
+        parse: Callable[[bytes], GenerationRequest],
+        write: Callable[[GenerationRequest, Text, AnyModel, bool], WrittenPrompts],
+    ) -> tuple[GenerationRequest, Text, AnyModel, WrittenPrompts]:
+        """Return a request that needs no answer, with its prompts as `write` makes them, and their tokens.
+
+        `write` gets the request, its model, and True for an answer without thoughts. Raises RequestError.
+        """
         async with self._bodies.read(request) as body:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
+            client, size = _client(request), _size(ask, body)
 
             def written() -> WrittenPrompts:
-                guided = bool(guidance(ask, text, text.eos).grammar[0])
-                return self._prompts.written(ask, text, model, guided=guided, client=_sharer(request))
+                return write(ask, text, model, bool(guidance(ask, text, text.eos).grammar[0]))
 
-            client, size = _client(request), _size(ask, body)
             prompts = await text.line(size).run(written, client, size)
             found = await encoded(ask, text, prompts, model.context, client=client)
-            count = sum(map(len, found.tokens))
             if (context := current()) is not None:
-                context.counted_tokens += count
-            return count
+                context.counted_tokens += sum(map(len, found.tokens))
+            return ask, text, model, found
 
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.

@@ -8,6 +8,7 @@ address of the connection. Origin must match this server's scheme, host and port
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,14 @@ PERMITTED = "mlxtp.permitted"  #: ASGI scope entry: the key scope that admitted 
 #: ASGI state entry: a function that takes the hash of an admitted request's key, and returns why that key may
 #: not take another connection, or "".
 ADMITTED = "mlxtp.admitted"
+#: First parts of the paths where models are used.
+USES = (
+    "v1", "v2", "api", "chat", "completions", "responses", "messages", "models", "embeddings", "rerank",
+    "tokenize", "detokenize", "apply-template",
+)  # fmt: skip
+#: Origins of programs on this Mac: pages of its own servers, and schemes of desktop apps, which no web page
+#: has. `null` is none of them: any page gets it for a sandboxed frame.
+OWN_APPS = r"(app|file|tauri|vscode-webview)://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
 
@@ -65,19 +74,19 @@ class Access:
 
 def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
     """Return the middleware of an app, the first one outermost. `answer` builds refusals."""
-    found = [Middleware(HostGuard, access=access, answer=answer)]
-    if access.origins:  # inside `HostGuard`, which stops requests of other pages
-        found.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=tuple(access.origins),
-                allow_methods=METHODS,
-                allow_headers=(ANY,),  # any: client libraries send a dozen of their own
-                expose_headers=EXPOSED,
-                allow_private_network=True,
-                max_age=PREFLIGHT_S,
-            )
-        )
+    found = [
+        Middleware(HostGuard, access=access, answer=answer),
+        Middleware(  # inside `HostGuard`, which stops requests of other pages
+            CORSMiddleware,
+            allow_origins=tuple(access.origins),
+            allow_origin_regex=OWN_APPS,
+            allow_methods=METHODS,
+            allow_headers=(ANY,),  # any: client libraries send a dozen of their own
+            expose_headers=EXPOSED,
+            allow_private_network=True,
+            max_age=PREFLIGHT_S,
+        ),
+    ]
     if access.keys is not None:
         found.append(Middleware(KeyGuard, keys=access.keys, answer=answer))
     return found
@@ -151,6 +160,8 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
             return Refusal(421, Code.HOST_NOT_ALLOWED, _unknown_host(host, name))
     pages, origins = () if is_admin(path) else access.origins, headers.getlist("origin")
     unlisted = [] if ANY in pages else [origin for origin in origins if origin not in pages]
+    if _admits_apps(scope, access):
+        unlisted = [origin for origin in unlisted if not re.fullmatch(OWN_APPS, origin)]
     for origin in unlisted:
         if is_preflight(scope["method"], headers) or not _is_own(origin, hosts, scope):
             return Refusal(403, Code.ORIGIN_NOT_ALLOWED, _unknown_page(origin))
@@ -160,6 +171,17 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
         words = f"pages of another origin ({site!r:.40}) may not use this server; --allowed-origin lets them"
         return Refusal(403, Code.ORIGIN_NOT_ALLOWED, words)
     return None
+
+
+def _admits_apps(scope: Scope, access: Access) -> bool:
+    """Return True for a use of a model over loopback while no key is needed."""
+    keyless = access.keys is None or not access.keys.needed
+    over_loopback = address_of(scope.get("client")) in LOOPBACK_HOSTS and is_local(scope)
+    return keyless and over_loopback and uses_models(scope["path"])
+
+
+def uses_models(path: str) -> bool:
+    return path == "/" or path[1:].partition("/")[0] in USES
 
 
 def is_local(scope: Scope) -> bool:

@@ -34,6 +34,7 @@ class WrittenPrompts:
 
     `replay` begins with the tokens of an earlier answer. `place` is the end of the conversation, where its
     answer is remembered. `places`: ascending positions in the first prompt, where other requests may diverge.
+    `special`: the tokens that begin every sequence are added; None: to a client's text, not to a template's.
     """
 
     texts: tuple[Prompt, ...]
@@ -42,6 +43,7 @@ class WrittenPrompts:
     place: Beginning | None = None
     tokens: tuple[tuple[int, ...], ...] = ()
     places: tuple[int, ...] = ()
+    special: bool | None = None
 
 
 class Prompts:
@@ -61,10 +63,7 @@ class Prompts:
     ) -> WrittenPrompts:
         """Return a request's prompts. Blocks. Raises RequestError. `guided`: without thoughts."""
         if not isinstance(ask.prompt, Conversation):
-            check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
-            assert isinstance(model, ModelInfo)
-            _check_tokens(ask.prompt, model)
-            return WrittenPrompts(tuple(ask.prompt))
+            return written(ask, text, model, guided=guided)
         conversation = _checked(ask.prompt, text, model, guided)
         stamp = text.stamp() if text.has_chat_template else ""
         base = base_key(conversation, client, model.id, str(model.path), text.identity, stamp)
@@ -88,6 +87,27 @@ class Prompts:
             self._memory.put(*found)
 
 
+def written(
+    ask: GenerationRequest,
+    text: Text,
+    model: ModelInfo | StoredModelInfo,
+    *,
+    guided: bool,
+    prompting: bool = True,
+) -> WrittenPrompts:
+    """Return a request's prompts without remembered answers. Blocks. Raises RequestError.
+
+    `prompting` adds the beginning of an answer to a conversation; `guided`: without thoughts.
+    """
+    if isinstance(ask.prompt, Conversation):
+        conversation = _checked(ask.prompt, text, model, guided)
+        return WrittenPrompts((text.rendered(conversation, prompting),), conversation)
+    check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
+    if isinstance(model, ModelInfo):
+        _check_tokens(ask.prompt, model)
+    return WrittenPrompts(tuple(ask.prompt))
+
+
 async def encoded(
     ask: GenerationRequest,
     text: Text,
@@ -108,8 +128,10 @@ async def encoded(
     def encode() -> WrittenPrompts:
         conversation, replay, place = written.conversation, written.replay, written.place
         if conversation is None:
+            special = written.special is not False
             ids = [
-                text.encoded(each, special=True) if isinstance(each, str) else each for each in written.texts
+                text.encoded(each, special=special) if isinstance(each, str) else each
+                for each in written.texts
             ]
             return replace(written, tokens=tuple(ids))
         tokens = replay.encoded(text) if replay is not None else None
@@ -121,7 +143,8 @@ async def encoded(
                 place = replace(place, thoughts=thoughts[: len(place.thoughts)])
         else:
             tail = text.rendered(conversation) if replay is not None else str(written.texts[0])
-            tokens = text.encoded(tail, special=False)  # a template writes special tokens itself
+            # a template writes special tokens itself
+            tokens = text.encoded(tail, special=bool(written.special))
         found = places(text, conversation, tail, tokens) if checkpoints else ()
         return replace(written, place=place, tokens=(tokens,), places=found)
 

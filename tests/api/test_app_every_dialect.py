@@ -73,7 +73,7 @@ def words_of(refused: httpx.Response) -> str:
 
 def plain(path: str) -> dict[str, Any]:
     """The required fields of a request alone."""
-    least = ("messages", "input", "prompt", "max_tokens", *["model"] * path.endswith("/compact"))
+    least = ("messages", "input", "prompt", "max_tokens", "tokens", *["model"] * path.endswith("/compact"))
     body = {name: value for name, value in BODIES[path][0].items() if name in least}
     return body if path.startswith("/v1/") else body | {"model": "default"}
 
@@ -248,7 +248,7 @@ def two(roomy: Server, loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatc
 def short(path: str) -> dict[str, Any]:
     """The least of a body, whose prompt is one word."""
     turns = [{"role": "user", "content": "hello"}]
-    given = {"prompt": "hello", "input": "hello", "messages": turns, "max_tokens": 9}
+    given = {"prompt": "hello", "input": "hello", "messages": turns, "max_tokens": 9, "tokens": [70]}
     return {name: given[name] for name in plain(path) if name in given} | {"stream": False}
 
 

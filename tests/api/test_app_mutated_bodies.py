@@ -183,14 +183,24 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
         },
     ),
     "/api/show": ({"model": "default"}, {"name": "default", "verbose": True}),
+    "/tokenize": (
+        {"model": "default", "prompt": "hello", "return_token_strs": True},
+        {"messages": [ASKED], "tools": [{"type": "function", "function": FUNCTION}],
+         "add_special_tokens": True},
+        {"content": "hello", "with_pieces": True},
+    ),
+    "/detokenize": ({"tokens": [70, 71]},),
+    "/apply-template": ({"messages": [ASKED], "add_generation_prompt": False},),
 }  # fmt: skip
 """Good ones, for each endpoint that takes a body: what is changed below."""
 
+VECTORS = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/api/embed", "/api/embeddings")
+"""Paths that a model of texts does not answer."""
 OPERATIONS: Mapping[str, Operation] = {
     operation.path: operation
     for adapter in adapters()
     for operation in adapter.endpoints
-    if operation.method == "POST" and operation.body is not None
+    if operation.method == "POST" and operation.body is not None and operation.path not in VECTORS
 }
 ANSWERED = [path for path, operation in OPERATIONS.items() if operation.stream]
 """Paths that a model answers; of the others, something is only reported."""
@@ -200,7 +210,6 @@ REFUSING: Mapping[str, Operation] = {
     for operation in adapter.endpoints
     if operation.method == "POST" and operation.body is None
 }
-"""Operations that take a body and refuse any."""
 """Operations that take a body and refuse any."""
 
 

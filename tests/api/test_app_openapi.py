@@ -19,7 +19,7 @@ from mlxtp.api.app import HEALTH, adapters, create_app
 from .conftest import FakeBackend, Loaded, Server
 from .test_admin import FakeAdmin
 
-UNDESCRIBED = {"/openapi.json", "/v1/models/", "/"}
+UNDESCRIBED = {"/openapi.json", "/v1/models/", "/models/", "/"}
 """The description itself, a second spelling, and the page."""
 
 
@@ -44,6 +44,7 @@ def test_every_endpoint_is_described_and_nothing_else(loaded: dict[str, Loaded])
             return (await client.get("/openapi.json")).json()["paths"]
 
     paths = asyncio.run(described_there())
+    there -= {(method, path) for method, path in there if path not in paths and f"/v1{path}" in paths}
     assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == there
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from mlxtp.api.api_keys import KeyFile, KeyRing, digest_of
+from mlxtp.api.app import adapters
 from mlxtp.api.guard import (
     ADMITTED,
     Access,
@@ -23,6 +25,7 @@ from mlxtp.api.guard import (
     keys_in,
     misdirected,
     scope_of,
+    uses_models,
 )
 from mlxtp.errors import Code, RequestError
 
@@ -231,6 +234,69 @@ def test_only_the_list_counts_for_what_a_browser_asks_first(
     assert judged(access, method="OPTIONS", **asked) is code
 
 
+APPS = (
+    "app://obsidian.md", "app://-", "file://", "tauri://localhost", "vscode-webview://0a1b", "http://localhost",
+    "http://localhost:5173", "https://localhost:5173", "http://127.0.0.1:8080", "http://[::1]:3000",
+)  # fmt: skip
+NO_APPS = (
+    "null", "http://evil.example", "http://localhost.evil.example", "http://localhost:1.evil.example",
+    "http://127.0.0.1.evil.example", "http://evil.example#app://x", "http://192.168.1.5:52415",
+    "https://evil.example/app://x", "chrome-extension://abc", "x-app://x", "http://localhost:3000/app://x",
+)  # fmt: skip
+OVER_LOOPBACK: Any = {"server": ("127.0.0.1", 52415), "client": ("127.0.0.1", 1), "host": "localhost:52415"}
+KEYED = Access(keys=cast(Any, SimpleNamespace(needed=True)))
+
+
+@pytest.mark.parametrize(
+    "how", [{"method": "POST"}, {"method": "OPTIONS", "access_control_request_method": "X"}]
+)
+def test_apps_of_this_mac_use_its_models_over_loopback(how: Any) -> None:
+    for site in ("none", "same-site", "cross-site"):
+        asked = OVER_LOOPBACK | how | {"sec_fetch_site": site}
+        for origin in APPS:
+            assert judged(PLAIN, origin=origin, **asked) is None, origin
+            assert judged(PLAIN, "/", origin=origin, **asked) is None
+            for path in (
+                "/admin/status",
+                "/cluster",
+                "/cluster/events",
+                "/metrics",
+                "/openapi.json",
+                "/page/x",
+            ):
+                assert judged(PLAIN, path, origin=origin, **asked) is Code.ORIGIN_NOT_ALLOWED
+            assert judged(KEYED, origin=origin, **asked) is Code.ORIGIN_NOT_ALLOWED
+            rebound = asked | {"host": "evil.example"}
+            assert judged(PLAIN, origin=origin, **rebound) is Code.HOST_NOT_ALLOWED
+            assert judged(PLAIN, origin=origin, **asked, via="1.1 x") is Code.ORIGIN_NOT_ALLOWED
+            for end in (HERE, THERE):
+                assert judged(PLAIN, origin=origin, **asked | {"client": end}) is Code.ORIGIN_NOT_ALLOWED
+        for origin in NO_APPS:
+            assert judged(PLAIN, origin=origin, **asked) is Code.ORIGIN_NOT_ALLOWED, origin
+
+
+def test_a_page_without_an_origin_is_no_app() -> None:
+    assert (
+        judged(PLAIN, method="POST", sec_fetch_site="same-site", **OVER_LOOPBACK) is Code.ORIGIN_NOT_ALLOWED
+    )
+
+
+def test_models_are_used_at_the_paths_of_the_dialects_alone() -> None:
+    used = [each.path for adapter in adapters() for each in adapter.endpoints if not each.always]
+    assert [path for path in used if not uses_models(path) or not uses_models(path.removeprefix("/v1"))] == []
+    watched = (
+        "/cluster",
+        "/cluster/events",
+        "/metrics",
+        "/health",
+        "/admin/serve",
+        "/openapi.json",
+        "*",
+        "//v1",
+    )
+    assert [path for path in watched if uses_models(path)] == []
+
+
 @pytest.mark.parametrize(
     "client", [("127.0.0.1", 1), ("192.168.1.5", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)]
 )
@@ -273,7 +339,7 @@ def test_other_macs_do_not(path: str) -> None:
     ("path", "open_"), [("serve", True), ("models", True), ("token", False), ("remove", False)]
 )
 def test_with_keys_other_macs_reach_what_a_key_may_do(path: str, open_: bool) -> None:
-    keys = cast(Any, object())
+    keys = cast(Any, SimpleNamespace(needed=True))
     judgement = judged(Access(hosts=("*",), keys=keys), f"/admin/{path}")
     assert judgement is (None if open_ else Code.BAD_REQUEST)
 

@@ -199,7 +199,7 @@ def test_neighbouring_seeds_share_no_choice(seed: int) -> None:
 
 
 def test_choices_differ_in_their_seeds_only() -> None:
-    first = Generate(0, (1, 2), 9, Sampling(0.5, seed=7), Shaping(min_tokens=2), 3, True)
+    first = Generate(0, (1, 2), 9, Sampling(0.5, seed=7), Shaping(min_tokens=2), 3, ignore_eos=True)
     assert settings.choices(first, 1) == (first,)
     found = settings.choices(first, 3)
     assert [one.sampling.seed for one in found] == SEEDS_OF_7

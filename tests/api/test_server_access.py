@@ -388,9 +388,10 @@ def test_a_stranger_hears_of_no_reason_for_which_it_is_not_ready(
 
 
 def test_by_https_a_page_of_http_is_another_origin(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
-    with door(backend, tmp_path, rule="never", tls=tls) as server:
+    with door(backend, tmp_path, tls=tls) as server:
+        key = server.key()
         for scheme, status in (("https", 200), ("http", 403)):
-            origin = {"origin": f"{scheme}://127.0.0.1:{server.port}"}
+            origin = {"origin": f"{scheme}://127.0.0.1:{server.port}", "x-api-key": key}
             assert server.ask(headers=origin, verify=False).status_code == status
 
 
@@ -505,12 +506,12 @@ def test_a_page_may_read_why_it_was_refused(backend: FakeBackend, tmp_path: Path
         assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
 
 
+@pytest.mark.parametrize(("rule", "origin"), [("always", "http://localhost:4000"), ("never", "null")])
 @pytest.mark.parametrize("origins", [(), (PAGE,)])
 def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
-    backend: FakeBackend, tmp_path: Path, origins: Sequence[str]
+    backend: FakeBackend, tmp_path: Path, origins: Sequence[str], rule: str, origin: str
 ) -> None:
-    origin = "http://localhost:4000"
-    with door(backend, tmp_path, origins=origins, rule="never") as server:
+    with door(backend, tmp_path, origins=origins, rule=rule) as server:
         asked = preflight(server, origin, **{"access-control-request-private-network": "true"})
         assert asked.status_code == 403
         assert asked.json()["error"]["code"] == "origin_not_allowed"
@@ -519,6 +520,25 @@ def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
         assert answer.status_code == 403
         assert backend.requests == []
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("app", ["app://obsidian.md", PAGE])
+def test_an_app_of_this_mac_uses_models_until_there_is_a_key(
+    backend: FakeBackend, tmp_path: Path, app: str
+) -> None:
+    with door(backend, tmp_path, rule="auto") as server:
+        assert cors(preflight(server, app))["access-control-allow-origin"] == app
+        asked: Any = {"json": BODY, "headers": {"origin": app, "sec-fetch-site": "cross-site"}}
+        answered = server.ask("POST", "/v1/chat/completions", **asked)
+        assert (answered.status_code, cors(answered)["access-control-allow-origin"]) == (200, app)
+        for path in ("/openapi.json", "/admin/status"):
+            refused = server.ask(path=path, headers={"origin": app, "x-api-key": ADMIN_KEY})
+            assert (refused.status_code, cors(refused)) == (403, {})
+        key = server.key()
+        server.ask()
+        asked["headers"]["x-api-key"] = key
+        refused = server.ask("POST", "/v1/chat/completions", **asked)
+        assert (refused.status_code, cors(refused), cors(preflight(server, app))) == (403, {}, {})
 
 
 def test_what_to_do_for_a_page_is_said(server: Door) -> None:

@@ -23,6 +23,9 @@ NAMESPACE = "http://www.w3.org/2000/svg"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
+HTML = {"accept": "text/html,*/*;q=0.8"}
+
+
 def address(path: Path) -> str:
     return "/" if path.name == "index.html" else f"/page/{path.name}"
 
@@ -33,21 +36,21 @@ def test_there_are_files_of_each_kind() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_each_file_is_served_as_it_is(site: Site, path: Path) -> None:
-    response = httpx.get(site.url + address(path))
+    response = httpx.get(site.url + address(path), headers=HTML)
     assert response.status_code == 200
     assert response.content == path.read_bytes()
     assert response.headers["content-type"].startswith(TYPES[path.suffix])
     assert response.headers["cache-control"] == "no-cache"
-    again = httpx.get(site.url + address(path), headers={"if-none-match": response.headers["etag"]})
+    again = httpx.get(site.url + address(path), headers=HTML | {"if-none-match": response.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == response.headers["etag"]
-    other = httpx.get(site.url + address(path), headers={"if-none-match": '"of another version"'})
+    other = httpx.get(site.url + address(path), headers=HTML | {"if-none-match": '"of another version"'})
     assert other.status_code == 200
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_browser_is_told_to_run_nothing_else(site: Site, path: Path) -> None:
-    headers = httpx.get(site.url + address(path)).headers
+    headers = httpx.get(site.url + address(path), headers=HTML).headers
     rules = dict(rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";"))
     assert rules["default-src"] == "'self'"
     assert "unsafe" not in headers["content-security-policy"]
@@ -139,6 +142,16 @@ def test_nothing_else_is_served(site: Site, path: str) -> None:
 def test_the_page_only_reads(site: Site) -> None:
     for path in ("/", "/page/main.js", "/cluster", "/cluster/events"):
         assert httpx.post(site.url + path).status_code == 405
+
+
+def test_a_client_of_ollama_that_looks_for_no_page_gets_its_words(site: Site) -> None:
+    for accept in ({}, {"accept": "application/json"}):
+        found = httpx.get(site.url, headers=accept)
+        assert (found.status_code, found.text) == (200, "Ollama is running")
+        assert "accept" in found.headers["vary"]
+        assert found.headers["content-type"].startswith("text/plain")
+    assert "accept" in httpx.get(site.url, headers=HTML).headers["vary"]
+    assert httpx.head(site.url).headers["content-type"].startswith("text/html")
 
 
 def test_head_asks_for_headers_alone(site: Site) -> None:

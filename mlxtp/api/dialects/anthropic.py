@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -58,9 +58,11 @@ from ..sampling import given_settings, with_settings
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
+    RoleName,
     are_parts,
     arguments_text,
     check_parts,
+    content_schema,
     content_text,
     continued,
     lines,
@@ -77,9 +79,18 @@ _BILLING = "x-anthropic-billing-header:"
 # --- schema of a request. None means absent, everywhere ---------------------------------------------------
 
 
+_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+_CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
+
+
 class AnthropicInputMessage(Schema):
-    role: str
-    content: Any = None
+    role: RoleName
+    content: Annotated[
+        Any,
+        content_schema(
+            thinking="thinking", redacted_thinking="data", tool_use="name", tool_result="tool_use_id"
+        ),
+    ] = None
 
 
 class Metadata(Schema):
@@ -89,13 +100,13 @@ class Metadata(Schema):
 class Thinking(Schema):
     """`budget_tokens` is checked and otherwise unused: `max_tokens` bounds thoughts and answer together."""
 
-    type: str
+    type: Annotated[str, WithJsonSchema({"enum": [*_THINKING]})]
     budget_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     display: str | None = None
 
 
 class ToolChoice(Schema):
-    type: str
+    type: Annotated[str, WithJsonSchema({"enum": [*_CHOICES]})]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
@@ -106,13 +117,16 @@ class AnthropicTool(Schema):
     input_schema: Parameters = None
 
 
-class OutputConfig(Schema):
-    format: Json | None = None
-
-
 class Format(Schema):
-    type: str
+    type: Annotated[str, WithJsonSchema({"const": "json_schema"})]
     schema_: Annotated[Json, Field(alias="schema")]
+
+
+AnyFormat = Annotated[Json | None, WithJsonSchema({"anyOf": [Format.model_json_schema(), {"type": "null"}]})]
+
+
+class OutputConfig(Schema):
+    format: AnyFormat = None
 
 
 class CountRequest(Schema):
@@ -127,15 +141,18 @@ class CountRequest(Schema):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Json | None = None  # older clients' name of output_config.format
+    output_format: AnyFormat = None  # older clients' name of output_config.format
     mcp_servers: list[Any] | None = None
+
+
+_AT_LEAST_ONE: Json = {"type": "integer", "minimum": 1, "maximum": MOST_TOKENS}
 
 
 @with_settings("anthropic")
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)]
+    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS), WithJsonSchema(_AT_LEAST_ONE)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     metadata: Metadata | None = None
@@ -203,12 +220,6 @@ def _continued(conversation: Conversation) -> Conversation:
     else:
         return continued(conversation)
     raise RequestError(f"messages: {words}", param="messages")
-
-
-_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-
-
-_CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
 
 
 def _tool_choice(request: CountRequest) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+from pydantic import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,9 +21,10 @@ from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeA
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
-from .embeddings import ENDPOINTS
+from .embeddings import ENDPOINTS as OF_VECTORS
 from .openai import PromptBody, SseWriter, bounded, head, prompt_scores, sse, usage
-from .request_parts import MOST_TOKENS, prompt_of, token_ids
+from .request_parts import MOST_TOKENS, Unused, prompt_of, token_ids
+from .tokens import ENDPOINTS as OF_TOKENS
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -31,16 +33,23 @@ DEFAULT_MAX_TOKENS = 16  # or as many as fit, as in OpenAI's API
 MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
+_TEXT: Json = {"type": "string"}
+_TOKENS = {
+    "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}, "minItems": 1,
+}  # fmt: skip
+_PROMPT = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}]}
+
+
 class CompletionRequest(PromptBody):
     """The body of `POST /v1/completions`."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     echo: bool | None = None
     max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
     logprobs: Annotated[Integer, in_range(0, 5)] | None = None
     # refused if set
     best_of: Integer | None = None
-    suffix: str | None = None
+    suffix: Unused = None
 
 
 # --- from a body to a request -----------------------------------------------------------------------------
@@ -227,7 +236,7 @@ class Completions(Adapter):
     @property
     def endpoints(self) -> Mapping[Operation, Handler]:
         own = {Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE): self._complete}
-        return {**own, **ENDPOINTS} | {
+        return {**own, **OF_VECTORS, **OF_TOKENS} | {
             Operation("POST", path, "Not served", always=UNSERVED_STATUS): _refusing(detail)
             for path, detail in UNSERVED.items()
         }

@@ -27,8 +27,11 @@ from ..sampling import given_settings, with_settings
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
+    RoleName,
+    Unused,
     arguments_text,
     check_parts,
+    content_schema,
     content_text,
     continued,
     lines,
@@ -65,6 +68,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 #: A duration in Go's format, such as "1h30m".
 _DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
+_Duration = Annotated[str, Field(pattern=f"^{_DURATION.pattern}$")]
 _PARTS = re.compile(r"([0-9.]+)([a-zµμ]+)")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _FOREVER_S = 1e9  # seconds; a longer time counts as endless
@@ -82,7 +86,7 @@ def _keep_alive(value: object) -> float | None:
     raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')
 
 
-KeepAlive = Annotated[float | None, PlainValidator(_keep_alive, float | str | None)]
+KeepAlive = Annotated[float | None, PlainValidator(_keep_alive, float | _Duration | None)]
 
 
 def _think(value: object) -> bool | str | None:
@@ -125,8 +129,8 @@ class OllamaToolCall(Schema):
 
 
 class OllamaMessage(Schema):
-    role: str
-    content: Any = None
+    role: RoleName
+    content: Annotated[Any, content_schema()] = None
     thinking: Any = None
     images: list[Any] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
@@ -172,10 +176,10 @@ class OllamaGenerate(OllamaBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    suffix: str | None = None
-    template: str | None = None
-    context: Any = None
-    images: Any = None
+    suffix: Unused = None
+    template: Unused = None
+    context: Unused = None
+    images: Unused = None
 
 
 class OllamaShow(Schema):

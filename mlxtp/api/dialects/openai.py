@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,10 +40,13 @@ from .request_parts import (
     ClientTool,
     OpenAIBody,
     Parameters,
+    RoleName,
     TextReader,
+    Unused,
     arguments_text,
     begins_answer,
     check_parts,
+    content_schema,
     content_text,
     continued,
     lines,
@@ -77,9 +80,18 @@ class ToolCallInput(Schema):
     custom: CustomCallInput | None = None
 
 
+_NO_CALLS: Json = {"tool_calls": {"enum": [None, []]}, "function_call": {"type": "null"}}
+_ONLY_ASSISTANT_CALLS: list[Any] = [
+    {"properties": {"role": {"const": "assistant"}}},
+    {"properties": _NO_CALLS},
+]
+
+
 class MessageInput(Schema):
-    role: str
-    content: Any = None
+    model_config = ConfigDict(json_schema_extra={"anyOf": _ONLY_ASSISTANT_CALLS})
+
+    role: RoleName
+    content: Annotated[Any, content_schema(refusal="refusal", thinking="thinking")] = None
     name: str | None = None
     refusal: str | None = None
     audio: Json | None = None
@@ -163,10 +175,10 @@ class ChatRequest(PromptBody):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     # refused by `_check_supported`
-    functions: list[Any] | None = None
-    function_call: str | Json | None = None
-    modalities: list[Any] | None = None
-    audio: Any = None
+    functions: Unused = None
+    function_call: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
+    modalities: Annotated[list[Any] | None, WithJsonSchema({"enum": [None, [], ["text"]]})] = None
+    audio: Annotated[Any, WithJsonSchema({"type": "null"})] = None
 
     @property
     def budget(self) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from ...errors import RequestError
 from ...text.conversation import (
@@ -34,6 +34,8 @@ from ...text.tool_grammar import log_once
 from ..request_body import MOST_TOKENS as MOST_TOKENS
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
 from ..sampling import given_settings, with_settings
+
+Json = dict[str, Any]
 
 # --- settings ---------------------------------------------------------------------------------------------
 
@@ -70,10 +72,26 @@ class OpenAIBody(Schema):
 # --- messages ---------------------------------------------------------------------------------------------
 
 
-_ROLES: Mapping[str, Role] = {
+ROLES: Mapping[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
     "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool",
 }  # fmt: skip
+
+
+# Schemas for /openapi.json of fields that are checked later: a role, a field that must stay empty, a content.
+RoleName = Annotated[str, WithJsonSchema({"enum": [*ROLES]})]
+Unused = Annotated[Any, WithJsonSchema({"enum": [None, False, 0, "", [], {}]})]
+_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
+
+
+def content_schema(**blocks: str) -> WithJsonSchema:
+    """Return the schema of a content: text, or blocks of text and of these types, with a field of each."""
+    parts: list[Json] = [
+        {"properties": {"type": {"const": kind}, field: {"type": "string"}}, "required": ["type", field]}
+        for kind, field in (_TEXTS | blocks).items()
+    ]
+    several = {"type": "array", "items": {"type": "object", "anyOf": parts}}
+    return WithJsonSchema({"anyOf": [{"type": "string"}, several]})
 
 
 def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:
@@ -81,9 +99,9 @@ def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:
 
     Raises RequestError for an unknown role in the last message, since the client can still change that.
     """
-    if last and name not in _ROLES:
-        raise none_of(name, _ROLES, where)
-    return (_ROLES[name], "") if name in _ROLES else ("user", f"[{name}]")
+    if last and name not in ROLES:
+        raise none_of(name, ROLES, where)
+    return (ROLES[name], "") if name in ROLES else ("user", f"[{name}]")
 
 
 def newest(roles: Sequence[str]) -> int:
@@ -92,7 +110,7 @@ def newest(roles: Sequence[str]) -> int:
     After a tool's result it is the agent's: agents also use such messages to show what a tool returned.
     """
     *_, before, last = ("", "", *roles)
-    return len(roles) - 1 if last == "user" and _ROLES.get(before) != "tool" else -1
+    return len(roles) - 1 if last == "user" and ROLES.get(before) != "tool" else -1
 
 
 def check_parts(*contents: object) -> None:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, WithJsonSchema
+
 from ...errors import RequestError
 from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from ..adapter import Json, compact
@@ -27,7 +29,17 @@ from ..request_body import (
     shown,
     wrong,
 )
-from .request_parts import MOST_TOKENS, OpenAIBody, Tools, continued, log_left_out, tool_choice, unfold
+from .request_parts import (
+    MOST_TOKENS,
+    ROLES,
+    OpenAIBody,
+    Tools,
+    Unused,
+    continued,
+    log_left_out,
+    tool_choice,
+    unfold,
+)
 from .responses_items import (
     CALLS,
     COMPACT,
@@ -56,6 +68,7 @@ _INCLUDABLE = (
     "web_search_call.action.sources", "message.input_image.image_url",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
+_INCLUDE = {"anyOf": [{"type": "array", "items": {"enum": [*_INCLUDABLE]}}, {"type": "null"}]}
 _MOST_PAIRS, _MOST_KEY_CHARS, _MOST_VALUE_CHARS = 16, 64, 512  # of metadata, as in OpenAI's API
 _MOST_PIECES = 20_000  # items of a conversation, and their parts
 
@@ -71,8 +84,20 @@ class TextSettings(Schema):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseRequest(OpenAIBody):
-    """The body of `POST /v1/responses`."""
+_KINDS: Json = {"type": {"type": "string"}, "role": {"enum": [*ROLES]}}
+_ITEM = {"type": "object", "properties": _KINDS, "anyOf": [{"required": [name]} for name in _KINDS]}
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]}
+_FIRST: Json = {"input": _INPUT, "previous_response_id": {"type": "string"}}
+
+
+class Wish(OpenAIBody):
+    """Fields of requests for a response."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": [name], "properties": {name: _FIRST[name]}} for name in _FIRST]
+        }
+    )
 
     input: Any = None
     instructions: str | None = None
@@ -85,7 +110,7 @@ class ResponseRequest(OpenAIBody):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str] | None, WithJsonSchema(_INCLUDE)] = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
@@ -93,9 +118,9 @@ class ResponseRequest(OpenAIBody):
     prompt_cache_key: Any = None
     background: bool | None = None
     # refused if set
-    conversation: Any = None
-    prompt: Any = None
-    moderation: Any = None
+    conversation: Unused = None
+    prompt: Unused = None
+    moderation: Unused = None
     context_management: Any = None  # changes nothing: no conversation is compacted unless the client says so
 
     @property
@@ -107,10 +132,16 @@ class ResponseRequest(OpenAIBody):
         return self.user, self.safety_identifier
 
 
-class CompactRequest(ResponseRequest):
+class CompactRequest(Wish):
     """The body of `POST /v1/responses/compact`."""
 
     model: str
+
+
+class ResponseRequest(Wish):
+    """The body of `POST /v1/responses`."""
+
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
 
 
 class SocketRequest(ResponseRequest):
@@ -129,7 +160,7 @@ class ResponsesAnswerOptions:
     `compacts`: the answer is a summary, as an item of a response or, after `users`, as a new history.
     """
 
-    request: ResponseRequest
+    request: Wish
     client: str
     input: bytes | None
     tools: Tools
@@ -171,7 +202,7 @@ def parse_turn(body: bytes, store: ResponseStore, client: str, socket: str) -> G
     return _ask(request.model_copy(update={"stream": True}), store, client, socket)
 
 
-def _ask(request: ResponseRequest, store: ResponseStore, client: str, socket: str = "") -> GenerationRequest:
+def _ask(request: Wish, store: ResponseStore, client: str, socket: str = "") -> GenerationRequest:
     _check_supported(request)
     _check_metadata(request.metadata or {})
     _check_finite(request)
@@ -249,7 +280,7 @@ def _compacting(
     )
 
 
-def _check_supported(request: ResponseRequest) -> None:
+def _check_supported(request: Wish) -> None:
     whole = "send previous_response_id, or the whole conversation as input"
     wants = (
         ("conversation", request.conversation, whole),
@@ -277,14 +308,14 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             raise RequestError(f"metadata has {length} {what}; at most {most}", param="metadata")
 
 
-def _check_finite(request: ResponseRequest) -> None:
+def _check_finite(request: Wish) -> None:
     """Refuse NaN and Infinity in fields that the answer repeats; JSON has neither."""
     check_finite(request.tools, "tools")
     check_finite(request.tool_choice, "tool_choice")
     check_finite(request.text.format if request.text is not None else None, "text.format")
 
 
-def _logprobs(request: ResponseRequest) -> int:
+def _logprobs(request: Wish) -> int:
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDABLE:
             raise none_of(name, _INCLUDABLE, f"include[{i}]")
@@ -316,7 +347,7 @@ def _check_answers(before: Sequence[Json], given: Sequence[Json]) -> None:
         raise RequestError(words, param="input")
 
 
-def _items(request: ResponseRequest, store: ResponseStore, client: str, socket: str) -> list[Json]:
+def _items(request: Wish, store: ResponseStore, client: str, socket: str) -> list[Json]:
     unnamed: dict[str, dict[str, Json]] = {}  # items of answers; each answer is read once
 
     def find(id_: str, where: str) -> Json:

@@ -120,6 +120,8 @@ ERRORS: Mapping[str, type[BaseModel]] = {
     "": OpenAIError,
 }
 ADDED = {
+    "ChatCompletion": "prompt_logprobs",
+    "CompletionChoice": "prompt_logprobs",
     "ChatCompletionMessage": "reasoning_content",
     "ChoiceDelta": "reasoning_content",
     "Model": "context_length max_model_len root supported_features",

@@ -1,0 +1,118 @@
+"""`/tokenize`, `/detokenize` and `/apply-template` in the shapes of vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxtp.api.backend import StoredModelInfo
+from mlxtp.text.conversation import ChatMessage, Conversation
+
+from ...reference import conversation_ids
+from ..conftest import BYTE_LEVEL, CONTEXT, WAIT_S, Loaded, Server
+
+HALF = "hello 😀"
+HELLO = [{"role": "user", "content": "hello"}]
+WRITTEN = "<s><|user|>hello"
+
+
+def post(server: Server, path: str, body: Any) -> Any:
+    answer = httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
+    return (
+        answer.json()
+        if answer.status_code == 200
+        else (answer.status_code, answer.json()["error"]["message"])
+    )
+
+
+def test_a_text_in_vllm_s_shape(server: Server) -> None:
+    tokens, bos = server.ids("hello world"), server.tokenizer.token_to_id("<s>")
+    for more, expected in (({}, [bos, *tokens]), ({"add_special_tokens": False}, tokens)):
+        found = post(server, "/tokenize", {"prompt": "hello world", "model": "tiny"} | more)
+        assert found == {
+            "count": len(expected), "max_model_len": CONTEXT, "tokens": expected, "token_strs": None,
+        }  # fmt: skip
+    found = post(server, "/tokenize", {"prompt": "hello world", "return_token_strs": True})
+    assert "".join(found["token_strs"]) == "<s>hello world"
+    assert post(server, "/tokenize", {"prompt": "", "add_special_tokens": False})["tokens"] == []
+
+
+def test_a_chat_has_the_tokens_of_its_prompt(server: Server) -> None:
+    expected = list(
+        conversation_ids(server.backend.loaded_text, Conversation((ChatMessage("user", "hello"),)))
+    )
+    bos, end = server.tokenizer.token_to_id("<s>"), server.tokenizer.token_to_id("<|assistant|>")
+    assert expected[-1] == end
+    for more, tokens in (
+        ({}, expected),
+        ({"add_special_tokens": True}, [bos, *expected]),
+        ({"add_generation_prompt": False}, expected[:-1]),
+    ):
+        assert post(server, "/tokenize", {"messages": HELLO} | more)["tokens"] == tokens
+    post(server, "/v1/chat/completions", {"messages": HELLO})
+    assert list(server.backend.request.tokens) == expected
+
+
+def test_a_text_in_llama_cpp_s_shape(server: Server) -> None:
+    tokens, bos = server.ids(HALF), server.tokenizer.token_to_id("<s>")
+    assert post(server, "/tokenize", {"content": HALF}) == {"tokens": tokens}
+    assert post(server, "/tokenize", {"content": HALF, "add_special": True})["tokens"] == [bos, *tokens]
+    pieces = post(server, "/tokenize", {"content": HALF + "é", "with_pieces": True})["tokens"]
+    assert [each["id"] for each in pieces] == server.ids(HALF + "é")
+    said = [each["piece"] for each in pieces]
+    assert (
+        b"".join(bytes(each) if isinstance(each, list) else each.encode() for each in said).decode()
+        == HALF + "é"
+    )
+    assert any(isinstance(each, list) for each in said), "half a character is bytes"
+
+
+def test_tokens_become_text_again(server: Server) -> None:
+    for text in (HALF, "", "<s>hello"):
+        found = post(server, "/detokenize", {"tokens": server.ids(text), "model": "default"})
+        assert found == {"prompt": text, "content": text}
+    size = server.tokenizer.get_vocab_size()
+    words = f"tokens[1]: expected a token id of this model's tokenizer, got {size}"
+    assert post(server, "/detokenize", {"tokens": [0, size]}) == (400, words)
+    assert post(server, "/detokenize", {"tokens": [-1]})[0] == 400
+
+
+def test_a_chat_as_its_template_writes_it(server: Server) -> None:
+    assert post(server, "/apply-template", {"messages": HELLO}) == {"prompt": f"{WRITTEN}<|assistant|>"}
+    assert post(server, "/apply-template", {"messages": HELLO, "add_generation_prompt": False}) == {
+        "prompt": WRITTEN
+    }
+    status, words = post(
+        server, "/apply-template", {"messages": HELLO, "chat_template_kwargs": {"mood": "x"}}
+    )
+    assert status == 400
+    assert "no mood is known" in words
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "send one of prompt, messages and content; there are none"),
+        ("/tokenize", {"prompt": "x", "content": "x"}, "there are prompt and content"),
+        ("/tokenize", {"content": "x", "parse_special": False}, "parse_special false is not supported"),
+        ("/tokenize", {"messages": []}, "messages is empty"),
+        ("/tokenize", {"prompt": ["x"]}, 'prompt should be a valid string, got ["x"]'),
+        ("/detokenize", {}, "tokens is missing"),
+        ("/apply-template", {}, "messages is missing"),
+    ],
+)
+def test_what_is_wrong_is_told(server: Server, path: str, body: Any, words: str) -> None:
+    status, told = post(server, path, body)
+    assert status == 400
+    assert words in told
+
+
+def test_a_model_that_is_not_loaded_is_read_from_disk(server: Server, loaded: dict[str, Loaded]) -> None:
+    server.backend.stored = (StoredModelInfo("org/stored", Path(loaded[BYTE_LEVEL].folder), 77, 0),)
+    body = {"model": "org/stored"}
+    found = post(server, "/tokenize", body | {"prompt": "hello"})
+    assert (found["count"], found["max_model_len"]) == (1 + len(server.ids("hello")), 77)
+    assert post(server, "/detokenize", body | {"tokens": server.ids("hello")})["content"] == "hello"

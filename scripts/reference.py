@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -18,6 +18,11 @@ from typing import Any, NamedTuple, get_args
 from typer.main import get_command
 
 from mlxtp import verbs
+from mlxtp.api import field_names
+from mlxtp.api.app import adapters
+from mlxtp.api.dialects.ollama_request import OllamaOptions
+from mlxtp.api.dialects.openai import StreamOptions
+from mlxtp.api.request_body import BodySchema
 from mlxtp.cli.main import app
 from mlxtp.cli.options import AsJson, Home
 from mlxtp.cli.service import DryRun
@@ -302,6 +307,7 @@ def _filled(page: str, markers: tuple[str, str], part: str) -> str:
 
 MARKUPS = ("<!-- Markups, written by `make reference`. -->", "<!-- End of the markups. -->")
 
+FIELDS = ("<!-- Fields, written by `make reference`. -->", "<!-- End of the fields. -->")
 MARKUPS_PART = """**Thoughts and calls**: {both}.
 
 **Thoughts also**: {thoughts}.
@@ -318,7 +324,45 @@ def api_page() -> str:
         calls="; ".join(each for each in calls if each not in thoughts),
     )
     wrapped = "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in part.splitlines())
-    return _filled("api.md", MARKUPS, wrapped)
+    return _filled(_filled("api.md", MARKUPS, wrapped), FIELDS, "\n".join(_fields()))
+
+
+def taken_fields() -> dict[str, set[str]]:
+    """Return the names of fields that each API takes, with other names of the same."""
+    bodies = [each.body for adapter in adapters() for each in adapter.endpoints if each.body]
+    found: dict[str, set[str]] = {api: set() for api in field_names.APIS}
+    for body in (*bodies, OllamaOptions, StreamOptions):
+        if not issubclass(body, BodySchema) or not body.api:
+            continue
+        for name, field in body.model_fields.items():
+            names = getattr(field.validation_alias, "choices", [field.alias or name])
+            found[body.api] |= set(names)
+    return found
+
+
+def _fields() -> Iterator[str]:
+    """Yield a table of fields: those that APIs take, by these APIs, and then the others, by reason."""
+    names, where = taken_fields(), field_names.APIS
+    own = {
+        (api, name) for row in field_names.OTHERS for api in row.apis.split() for name in row.names.split()
+    }
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(set().union(*names.values())):
+        if apis := tuple(api for api in where if name in names[api] and (api, name) not in own):
+            rows.setdefault(apis, []).append(name)
+    yield "| fields | in | |"
+    yield "|---|---|---|"
+    yield from (
+        f"| {_codes(rows[apis])} | {', '.join(map(where.get, apis))} | taken |" for apis in sorted(rows)
+    )
+    for row in field_names.OTHERS:
+        apis = ", ".join(where[api] for api in row.apis.split()) or "others"
+        verdict = "refused" if row.refused else "ignored"
+        yield f"| {_codes(row.names.split())} | {apis} | {verdict}: {row.why} |"
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 LONG = 6  #: Words of a remedy that the page has once, though several faults have it.

@@ -32,19 +32,21 @@ def _of(kind: Any, names: str) -> Json:
 
 
 def _answer(kind: str, part: Json, ends: tuple[str | None, ...], scores: Any, last: Json) -> Json:
-    choice = {"index": int, **part, "logprobs": scores, "finish_reason": ends}
+    choice = {"index": int, **part, "logprobs": scores, "finish_reason": ends, **_ENDED}
     return _of(str, "id model") | {"object": kind, "created": int, "choices": [choice]} | last
 
 
 # fmt: off
 _TEXT, _NUMBER = (str, None), (int, None)
 _PROGRESS = {"prompt_progress?": _of(int, "total cache processed time_ms"), "state?": str}
+_ENDED = {"stop_reason?": (str, int, None), "matched_stop?": (str, int, None), "token_ids?": [int]}
 _SCORE = {"token": str, "logprob": float, "bytes": ([int], None)}
 _SCORED = [_SCORE | {"top_logprobs": [_SCORE]}]
 
 # OpenAI
 _ERROR = {"error": _of(str, "message type code state?") | {"param": _TEXT}}
-_USAGE = _of(int, "prompt_tokens completion_tokens total_tokens") | {
+_RUNNING = _of(int, "prompt_tokens completion_tokens total_tokens")
+_USAGE = _RUNNING | {
     "prompt_tokens_details": {"cached_tokens": int},
     "completion_tokens_details":
         _of(int, "accepted_prediction_tokens rejected_prediction_tokens reasoning_tokens"),
@@ -52,11 +54,12 @@ _USAGE = _of(int, "prompt_tokens completion_tokens total_tokens") | {
 _CALLED = {"type?": ("function", "custom"), "function?": _of(str, "name? arguments?"),
            "custom?": _of(str, "name? input?")}
 _MESSAGE = {
-    "role": "assistant", "content": _TEXT, "refusal": None, "reasoning_content?": str,
+    "role": "assistant", "content": _TEXT, "refusal": None,
+    **_of(str, "reasoning? reasoning_content?"),
     "tool_calls?": [_CALLED | {"id": str}],
 }
 _DELTA = {
-    **_of(str, "content? reasoning_content?"), "role?": "assistant",
+    **_of(str, "content? reasoning? reasoning_content?"), "role?": "assistant",
     "tool_calls?": [_CALLED | {"id?": str, "index": int}],
 }
 _SCORES = ({"content": _SCORED, "refusal": None}, None)
@@ -67,12 +70,14 @@ _OLD_SCORES = (
     }, None,
 )
 _ENDS = ("stop", "length", "tool_calls")
-_PROMPT = {"prompt_logprobs?": [(dict, None)]}
-_WHOLE, _CHUNK = {"usage": _USAGE}, {"usage?": (_USAGE, None), **_PROGRESS}
+_IDS = {"prompt_token_ids?": [int]}
+_PROMPT = {"prompt_logprobs?": [(dict, None)], **_IDS}
+_WHOLE = {"usage": _USAGE}
+_CHUNK = {"usage?": (_USAGE, _RUNNING, None), **_PROGRESS}
 _CHAT = _answer("chat.completion", {"message": _MESSAGE}, _ENDS, _SCORES, _WHOLE | _PROMPT)
-_CHAT_CHUNK = _answer("chat.completion.chunk", {"delta": _DELTA}, (*_ENDS, None), _SCORES, _CHUNK)
+_CHAT_CHUNK = _answer("chat.completion.chunk", {"delta": _DELTA}, (*_ENDS, None), _SCORES, _CHUNK | _IDS)
 _TEXTS = _answer("text_completion", {"text": str} | _PROMPT, _ENDS[:2], _OLD_SCORES, _WHOLE)
-_TEXTS_CHUNK = _answer("text_completion", {"text": str}, (*_ENDS[:2], None), _OLD_SCORES, _CHUNK)
+_TEXTS_CHUNK = _answer("text_completion", {"text": str} | _IDS, (*_ENDS[:2], None), _OLD_SCORES, _CHUNK)
 _PART = _of(str, "type text") | {"annotations?": [dict], "logprobs?": _SCORED}
 _ITEM = _of(str, "type id call_id? name? namespace? input? execution? encrypted_content?") | {
     "status?": ("in_progress", "completed", "incomplete"), "role?": ("assistant", "user"),

@@ -15,6 +15,7 @@ from ..vector_files import VectorModel as VectorModel
 from ..wire.messages import GREEDY as GREEDY
 from ..wire.messages import MAX_BIASES as MAX_BIASES
 from ..wire.messages import MAX_GRAMMAR as MAX_GRAMMAR
+from ..wire.messages import MAX_STOP_TOKENS as MAX_STOP_TOKENS
 from ..wire.messages import PLAIN as PLAIN
 from ..wire.messages import Generate as Generate
 from ..wire.messages import Pooling as Pooling

@@ -167,7 +167,7 @@ def defaults_of(config: Mapping[str, Any]) -> Sampling:
 
 
 QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
-#: Names that mean the first of the loaded models; the last two are those of mlx-lm's server.
+#: Names that mean the first of the loaded models; mlx-lm's server knows the last two.
 UNNAMED = (None, "", "default", "default_model", "chat_model")
 
 

@@ -26,9 +26,19 @@ from ..text.conversation import ChatMessage, Conversation, GenerationOptions, Ge
 from ..text.replay import Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, ContentDelta, Finish, ReasoningDelta, Transcript, WholeAnswer
+from . import field_names
 from . import sampling as settings
 from .adapter import About, AnswerWriter, Dialect, Json, Operation, compact, error_status, in_words_of
-from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
+from .backend import (
+    MAX_STOP_TOKENS,
+    Backend,
+    Generate,
+    ModelInfo,
+    ModelLease,
+    Progress,
+    Shaping,
+    StoredModelInfo,
+)
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
 from .key_limits import BATCH, INTERACTIVE, PRIORITIES
@@ -66,6 +76,7 @@ class _PreparedRequest:
 
     def transcripts(self) -> list[Transcript]:
         """Return a transcript for each choice. Raises RequestError for a beginning that is no such one."""
+        options = self.about.ask.options
         finder = StopFinder(self.stops) if self.stops else None  # builds its tables once for all choices
         given = _given(self.about.ask)
         found = [
@@ -73,7 +84,8 @@ class _PreparedRequest:
                 self.text.detokenizer(skip=self.model.eos, inside=given is not None),
                 copy(finder),
                 self.requests[0].logprobs >= 0,
-                silent=self.about.ask.options.max_tokens == 0,
+                named=options.token_ids or options.counts,
+                silent=options.max_tokens == 0,
                 choice=index,
                 plan=self._plan(),
                 specials=self.text.specials,
@@ -316,7 +328,9 @@ class Generation:
         except RequestError as error:
             if error.code is Code.BAD_REQUEST:
                 field = "tools" if ask.options.format is None and job.held.grammar[0] else None
-                error.param = error.param or ("response_format" if ask.options.format is not None else field)
+                error.param = error.param or (
+                    field if ask.options.format is None else ask.options.format_field
+                )
             raise
         about.group = answers.group
 
@@ -338,6 +352,7 @@ class Generation:
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         about.sampling = sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)
+        ends = settings.token_ids(options.stop_tokens, model.vocabulary, MAX_STOP_TOKENS, "stop_token_ids")
 
         def write() -> tuple[Guidance, Shaping, WrittenPrompts]:
             held = guidance(ask, text, model.eos)
@@ -371,6 +386,7 @@ class Generation:
                 logprobs=options.logprobs,
                 prompt_logprobs=options.prompt_logprobs,
                 ignore_eos=options.ignore_eos,
+                stop_tokens=ends,
                 places=prompted.places,
                 batch=ask.batch,
             )
@@ -378,6 +394,7 @@ class Generation:
 
         def name(token: int) -> Name:
             alone, bytes_ = text.name(token)
+            alone = f"token_id:{token}" if options.names_ids else alone
             return alone, None if token in model.eos else bytes_
 
         about.names, about.model = name, about.model or model.id
@@ -492,7 +509,8 @@ def _size(ask: GenerationRequest, body: Body) -> int:
 
 def _headers(about: About) -> dict[str, str]:
     """Return the headers of an answer. The group's id is percent-encoded if it is not ASCII."""
-    return {"x-mlxtp-group": quote(about.group, safe=_PLAIN)} if about.group else {}
+    found = {"x-mlxtp-group": quote(about.group, safe=_PLAIN)} if about.group else {}
+    return found | field_names.headers(about.ask.ignored)
 
 
 def _json(body: Json, headers: Mapping[str, str]) -> Response:

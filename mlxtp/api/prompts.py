@@ -79,7 +79,7 @@ class Prompts:
                 return WrittenPrompts((), conversation, replay, place)
             if not conversation.continues or answered is not places[-1]:
                 break
-            places.pop()  # the answer before the one that goes on
+            places.pop()  # the answer before it
         return WrittenPrompts((text.rendered(conversation),), conversation, place=place)
 
     def remember(self, text: Text, eos: Sequence[int], place: Beginning, answer: CompleteAnswer) -> None:

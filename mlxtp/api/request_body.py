@@ -13,15 +13,19 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.requests import Request
@@ -34,6 +38,8 @@ else:
 from ..errors import Code, RequestError
 from ..text.json_limits import SHORT, check_extent, integral
 from ..text.renderer import WorkerQueue
+from ..text.tool_grammar import log_once
+from . import field_names
 from .backend import Backend
 from .request_context import current
 
@@ -62,13 +68,40 @@ def _failing_fast(schema: CoreSchema) -> CoreSchema:
 
 
 class Schema(BaseModel):
-    """A part of a body. Unknown fields are ignored; None means absent, everywhere."""
+    """A part of a body. None means absent, everywhere. Only a `BodySchema` tells of unknown fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return _failing_fast(handler(source))
+
+
+def _means(value: object) -> bool | None:
+    return None if value is None else bool(value)
+
+
+class BodySchema(Schema):
+    """A body, or a part with rules of its own, whose other fields `field_names` settles for its `api`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_means)]] = Field(init=False)
+    api: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _settle(self) -> Self:
+        for name in self.ignored:
+            log_once(f"ignoring {shown(name)} in {self.api}: {field_names.reason(self.api, name)}")
+        return self
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The first names of ignored fields. Raises RequestError for a field that is refused."""
+        if not self.api:
+            return ()
+        own = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        vain = {name: True for name in sorted(own) if field_names.in_vain(self.api, name)}
+        return field_names.ignored(self.api, vain | self.__pydantic_extra__)
 
 
 S = TypeVar("S", bound=Schema)
@@ -78,22 +111,30 @@ S = TypeVar("S", bound=Schema)
 class _Range:
     low: float
     high: float
+    also: tuple[float, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
-        return handler(core) | {"minimum": self.low, "maximum": self.high}
+        found = handler(core) | {"minimum": self.low, "maximum": self.high}
+        return {"anyOf": [found, {"enum": list(self.also)}]} if self.also else found
 
     def _check(self, value: float) -> float:
-        if not self.low <= value <= self.high:
-            raise PydanticCustomError("range", f"should be from {self.low} to {self.high}")
+        if not (self.low <= value <= self.high or value in self.also):
+            others = "".join(f", or {each}" for each in self.also)
+            raise PydanticCustomError("range", f"should be from {self.low} to {self.high}{others}")
         return value
 
 
-def in_range(low: float, high: float) -> _Range:
-    """Constrain a number in `Annotated` to `low` to `high`; NaN is outside."""
-    return _Range(low, high)
+def in_range(low: float, high: float, *also: float) -> _Range:
+    """Constrain a number in `Annotated` to `low` to `high`, or one of `also`; NaN is outside."""
+    return _Range(low, high, also)
+
+
+def named(*names: str) -> Any:
+    """Return, for `Annotated`, the names of a field; the first that a body has counts."""
+    return Field(validation_alias=AliasChoices(*names))
 
 
 Integer = Annotated[int, BeforeValidator(integral)]

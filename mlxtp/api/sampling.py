@@ -32,10 +32,11 @@ from ..text.tool_grammar import (
     call_grammar,
     checked_tools,
     guided_schema,
+    lark,
     marked_call_grammar,
 )
 from .backend import GREEDY, MAX_BIASES, MAX_GRAMMAR, PLAIN, Generate, Sampling, Shaping
-from .request_body import MOST_TOKENS, Integer, S, Schema, in_range, not_supported, shown
+from .request_body import MOST_TOKENS, Integer, S, Schema, in_range, named, not_supported, shown
 
 # --- settings that are numbers ----------------------------------------------------------------------------
 
@@ -86,7 +87,12 @@ def with_settings(dialect: DialectName) -> Callable[[type[S]], type[S]]:
     shape: dict[str, Any] = {}
     for field, name in _names(dialect).items():
         kind = Integer if isinstance(_UNSET[field], int) else float
-        shape[name] = (Annotated[kind, in_range(*getattr(SETTINGS[field], dialect))] | None, None)
+        also = SETTINGS[field].ollama_name if dialect == "openai" else ""
+        names = named(*filter(None, (name, also)))
+        shape[name] = (
+            Annotated[Annotated[kind, in_range(*getattr(SETTINGS[field], dialect))] | None, names],
+            None,
+        )
     return lambda schema: create_model(
         schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **shape
     )
@@ -152,12 +158,18 @@ def shaping(
     biases = _biases(options.logit_bias, vocabulary, MAX_BIASES - len(banned)) | dict.fromkeys(banned, BAN)
     kind, text = grammar
     if len(text) > MAX_GRAMMAR:
-        field = "tools" if options.format is None else "response_format"
+        field = "tools" if options.format is None else options.format_field
         words = f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}"
         raise RequestError(words, param=field)
     tokens, values = tuple(biases), tuple(biases.values())
+    allowed = token_ids(options.allowed_tokens, vocabulary, MAX_BIASES, "allowed_token_ids")
     return Shaping(
-        bias_tokens=tokens, bias_values=values, grammar_kind=kind, grammar=text, **_of(Shaping, options)
+        bias_tokens=tokens,
+        bias_values=values,
+        allowed_tokens=allowed,
+        grammar_kind=kind,
+        grammar=text,
+        **_of(Shaping, options),
     )
 
 
@@ -182,6 +194,17 @@ def check_scores(tokens: int, options: GenerationOptions) -> None:
     if (asked := options.prompt_logprobs) >= 0 and tokens > (most := MAX_SCORES // (1 + asked)):
         words = f"prompt has {tokens} tokens to score with {asked} alternatives each; at most {most}"
         raise RequestError(words, param="prompt")
+
+
+def token_ids(given: Sequence[int], vocabulary: int, most: int, field: str) -> tuple[int, ...]:
+    """Return a client's token ids in `field`, each once. Raises RequestError."""
+    if len(found := tuple(dict.fromkeys(given))) > most:
+        raise RequestError(f"{field} has {len(found)} tokens; at most {most}", param=field)
+    for token in found:
+        if not 0 <= token < vocabulary:
+            words = f"{field} has {token}; token ids are from 0 to {vocabulary - 1}"
+            raise RequestError(words, param=field)
+    return found
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
@@ -225,21 +248,21 @@ class Guidance:
 
 def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidance:
     """Return the constraints of the answer to a request; one of `eos` ends it. Raises RequestError."""
-    prompt, format_ = ask.prompt, ask.options.format
+    prompt, format_, field = ask.prompt, ask.options.format, ask.options.format_field
     if not isinstance(prompt, Conversation):
-        return Guidance(_grammar(format_, Separators()))
+        return Guidance(_grammar(format_, Separators(), field))
     if not prompt.tools:
         if prompt.tool_choice not in (AUTO, NONE):
             words = f"tool_choice {prompt.tool_choice!r} needs tools"
             raise RequestError(words, param="tool_choice")
-        return Guidance(_behind_prefix(_grammar(format_, Separators()), text))
+        return Guidance(_behind_prefix(_grammar(format_, Separators(), field), text))
     style = text.call_style(eos)
     schemas = checked_tools(prompt.tools)
     if prompt.tool_choice in (AUTO, NONE):
-        answer = _grammar(format_, Separators() if style is None else style.separators)
+        answer = _grammar(format_, Separators() if style is None else style.separators, field)
         if prompt.tool_choice == NONE:
             return _without_calls(_behind_prefix(answer, text), text)
-        return Guidance(_or_call(answer, schemas, style, text), text.tool_calls)
+        return Guidance(_or_call(answer, schemas, style, text, field), text.tool_calls)
     required = None if prompt.tool_choice == REQUIRED else prompt.tool_choice
     relaxed = text.relaxed(schemas, style is None or style.field is None)
     grammar = call_grammar(relaxed, style or JSON_STYLE, text.grammar_tokens, required=required)
@@ -265,7 +288,11 @@ def _behind_prefix(grammar: tuple[str, str], text: Text) -> tuple[str, str]:
 
 
 def _or_call(
-    grammar: tuple[str, str], tools: Mapping[str, Mapping[str, Any]], style: CallStyle | None, text: Text
+    grammar: tuple[str, str],
+    tools: Mapping[str, Mapping[str, Any]],
+    style: CallStyle | None,
+    text: Text,
+    field: str,
 ) -> tuple[str, str]:
     """Allow a call instead of the answer, with any arguments if the tools' schemas are too large."""
     kind, schema = grammar
@@ -273,9 +300,9 @@ def _or_call(
         return grammar
     if kind != "json_schema":
         raise not_supported(
-            f"response_format of type {kind} is not supported together with tools: "
+            f"{field} of type {kind} is not supported together with tools: "
             'leave one of them out, or send tool_choice "none"',
-            "response_format",
+            field,
         )
     otherwise = (text.answer_prefix, schema)
     if style is None or style.field is not None:
@@ -289,8 +316,8 @@ def _or_call(
         return "lark", marked_call_grammar(text.tool_calls, text.grammar_tokens, otherwise)
 
 
-def _grammar(format_: Mapping[str, Any] | None, separators: Separators) -> tuple[str, str]:
-    """Return kind and text of the grammar of a format. Raises RequestError."""
+def _grammar(format_: Mapping[str, Any] | None, separators: Separators, field: str) -> tuple[str, str]:
+    """Return kind and text of the grammar of a format, which is in this `field`. Raises RequestError."""
     match format_:
         case None | {"type": "text"}:
             return "", ""
@@ -300,27 +327,28 @@ def _grammar(format_: Mapping[str, Any] | None, separators: Separators) -> tuple
             raise _incomplete("pattern", "a regular expression (a string)", format_)
         case {"type": "grammar" | "lark", "grammar": str(grammar)} if grammar:
             return "lark", grammar
+        case {"type": "gbnf", "grammar": str(grammar)}:
+            return "lark", lark(grammar, field)
         case {"type": "grammar" | "lark"}:
             raise _incomplete("grammar", "a Lark grammar (a string)", format_)
-        case {"type": "json_object", "schema": dict(schema)}:  # as some clients spell json_schema
-            pass
-        case {"type": "json_object" | "json", "value": dict(schema)}:  # as TGI's clients do
-            pass
-        case {"type": "json_schema", "value": {"schema": dict(schema)}}:
+        case (
+            {"type": "json_schema", "json_schema": {"schema": dict(schema)}}
+            | {"type": "json_object", "schema": dict(schema)}  # as some clients spell it
+            | {"type": "json_object" | "json", "value": dict(schema)}  # as TGI's clients do
+            | {"type": "json_schema", "value": {"schema": dict(schema)}}
+        ):
             pass
         case {"type": "json_object"}:
             schema = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
         case {"type": "json_schema"}:
             raise _incomplete("json_schema.schema", "a JSON schema (an object)", format_)
         case _:
             raise not_supported(
                 f"response_format {shown(format_)} is not supported; its type may be text, json_object, "
-                "json_schema, regex or lark",
+                "json_schema, regex, lark or gbnf",
                 "response_format",
             )
-    return "json_schema", guided_schema(schema, separators, "response_format")
+    return "json_schema", guided_schema(schema, separators, field)
 
 
 def _incomplete(field: str, what: str, format_: Mapping[str, Any]) -> RequestError:

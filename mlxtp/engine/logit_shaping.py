@@ -113,8 +113,8 @@ class RequestShaping(LogitShaping):
         if request.shaping != PLAIN or guide is not None:
             begun = len(request.tokens) - request.answered
             prompt, answer = request.tokens[:begun], request.tokens[begun:]
-            eos = () if request.ignore_eos else self._eos
-            shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
+            ends = (*(() if request.ignore_eos else self._eos), *request.stop_tokens)
+            shaper = Shaper(request.shaping, prompt, self._vocabulary, ends, answer)
         if shaper is not None or request.logprobs >= 0:
             self._orders[request.uid] = _Order(request, shaper, guide)
 
@@ -150,15 +150,19 @@ class RequestShaping(LogitShaping):
         return -1 if order is None else order.wants.logprobs
 
 
+LEAST_BIAS = -1e9  # of tokens that are not allowed: a grammar may still need one
+
+
 # --- penalties, biases and masks on the logits of one row ------------------------------------------------
 
 
 class Shaper:
     """Changes that a request makes to its row's logits, in this order:
 
-    add the logit bias; for tokens of prompt and answer, divide positive logits and multiply negative ones by
-    the repetition penalty; for tokens of the answer, subtract the presence penalty once and the frequency
-    penalty for each occurrence; forbid end tokens before `min_tokens`; apply the mask.
+    add the logit bias, and a large negative one to tokens that are not allowed; for tokens of prompt and
+    answer, divide positive logits and multiply negative ones by the repetition penalty; for tokens of the
+    answer, subtract the presence penalty once and the frequency penalty for each occurrence; forbid end and
+    stop tokens before `min_tokens`; apply the mask.
     """
 
     def __init__(
@@ -174,8 +178,9 @@ class Shaper:
         self._ends = np.zeros(vocabulary, dtype=bool)
         self._ends[[token for token in eos if token < vocabulary]] = True
         self._bias: mx.array | None = None
-        if shaping.bias_tokens:
-            bias = np.zeros(vocabulary, dtype=np.float32)
+        if shaping.bias_tokens or shaping.allowed_tokens:
+            bias = np.full(vocabulary, LEAST_BIAS if shaping.allowed_tokens else 0, dtype=np.float32)
+            bias[[token for token in shaping.allowed_tokens if token < vocabulary]] = 0
             for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
                 if token < vocabulary:
                     bias[token] += value

@@ -117,6 +117,10 @@ class Emitter:
             self.send_error(uid, code, detail)
 
 
+def _named_tokens(request: msg.Generate) -> tuple[int, ...]:
+    return request.shaping.bias_tokens + request.shaping.allowed_tokens + request.stop_tokens
+
+
 def _finite(logprob: float) -> float:
     """Replace NaN and minus infinity; a greedy choice treats NaN as minus infinity, too."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
@@ -278,7 +282,7 @@ class Requests:
             )
         elif len(shaping.bias_tokens) != len(shaping.bias_values):
             why = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
-        elif (largest := max(*request.tokens, *shaping.bias_tokens, 0)) >= self._vocabulary:
+        elif (largest := max(0, *request.tokens, *_named_tokens(request))) >= self._vocabulary:
             why = f"token {largest} is not in the model's vocabulary of {self._vocabulary}"
         elif prompt + new > self._context:
             code = Code.CONTEXT_OVERFLOW

@@ -182,7 +182,7 @@ class SequenceState:
             self.tokens.append(token)
             self.generated += 1
             self.drafts.accepted += i < drafted
-            if token in eos and not wants.ignore_eos:
+            if (token in eos and not wants.ignore_eos) or token in wants.stop_tokens:
                 return self._ended()
             if lookup is not None:
                 lookup.append(token)
@@ -211,7 +211,10 @@ class SequenceState:
 
     def end(self, reason: EndReason) -> Finished:
         fed, right = self.drafts.fed, self.drafts.accepted
-        return Finished(self.request, reason, self.generated, self.all_forwards, self.cached, fed, right)
+        forwards, last = self.all_forwards, -1
+        if reason == "stop" and not (self.guide is not None and self.guide.finished):
+            last = self.tokens[-1]  # an end or stop token
+        return Finished(self.request, reason, self.generated, forwards, self.cached, fed, right, last)
 
 
 class Lanes:

@@ -360,8 +360,8 @@ def _event(result: RequestResult) -> TokenEvent | MlxtpError:
             return Tokens(result.tokens)
         case ScoredDelta():
             return Tokens(result.tokens, _scores(result))
-        case Finished(_, reason, generated, _, cached, drafted, accepted):
-            return StreamEnd(reason, generated, cached, drafted, accepted)  # type: ignore[arg-type]
+        case Finished(_, reason, generated, _, cached, drafted, accepted, last):
+            return StreamEnd(reason, generated, cached, drafted, accepted, last)  # type: ignore[arg-type]
         case _:
             return result
 

@@ -69,9 +69,15 @@ class GenerationOptions:
     #: the client's other values for the engine's `Sampling` and `Shaping`, by field
     settings: Mapping[str, float] = field(default_factory=dict)
     format: Mapping[str, Any] | None = None  #: `response_format` of OpenAI's chat
+    format_field: str = "response_format"  #: the client's field with it
     logprobs: int = -1  #: -1: none, 0: of the chosen tokens, k: also of the k most probable others
     prompt_logprobs: int = -1  #: the same for the prompt's tokens
     ignore_eos: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    allowed_tokens: tuple[int, ...] = ()  #: empty: all
+    token_ids: bool = False  #: the answer names its tokens, and the prompt's
+    counts: bool = False  #: each event of a stream counts the tokens so far
+    names_ids: bool = False  #: in scores, tokens have their ids as names
     seed: int | None = None  #: None: a fresh one
     logit_bias: Mapping[str, float] = field(default_factory=dict)  #: by token ids as text
     deadline_s: float = 0.0  #: 0: the server's own
@@ -87,6 +93,7 @@ class GenerationRequest:
     dialect: Any = None  #: the adapter's own data for writing the answer
     keep_s: float | None = None  #: as in `Backend.acquire_model`
     batch: bool = False  #: as in `Generate`
+    ignored: tuple[str, ...] = ()  #: names of fields that the client sent in vain
 
 
 FinishReason = Literal["stop", "length", "cancel"]
@@ -118,6 +125,7 @@ class StreamEnd:
     cached: int = 0  #: prompt tokens from the prefix cache
     drafted: int = 0
     accepted: int = 0  #: drafted tokens that were right
+    token: int = -1  #: the end or stop token, which is in no `Tokens`; -1 without one
 
 
 TokenEvent = Tokens | StreamEnd

@@ -137,6 +137,25 @@ _MOST_KEPT = 32_000  # characters of a schema whose rules are cached
 log = logging.getLogger(__name__)
 
 
+MOST_GBNF = 1 << 14  #: characters, whose translation takes up to 0.2 s
+
+
+def lark(gbnf: str, where: str) -> str:
+    """Return a grammar in llama.cpp's notation as Lark. Raises RequestError about the field `where`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(gbnf) > MOST_GBNF:
+        words = f"a GBNF grammar of {len(gbnf)} characters; at most {MOST_GBNF}"
+        raise RequestError(f"{where}: {words}", param=where)
+    try:
+        return gbnf_to_lark(gbnf)
+    except RecursionError:
+        raise RequestError(f"{where}: this grammar is nested too deep", param=where) from None
+    except Exception as error:  # noqa: BLE001 - the library raises plain ones for a wrong grammar
+        words = f"this is no GBNF grammar: {error}"
+        raise RequestError(f"{where}: {words}", param=where) from None
+
+
 @lru_cache(maxsize=100)  # clients choose the lines; each is logged once
 def log_once(line: str) -> None:
     log.info(line)

@@ -19,6 +19,7 @@ from .json_limits import parsed
 from .token_bytes import Detokenizer
 
 Scored = tuple[int, TokenScore]
+UNSCORED = TokenScore(0.0, ())  #: of a token that is only named
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -61,6 +62,11 @@ class Finish:
     stopped_by: str | None = None  #: the stop string that ended it
     thought: int = 0  #: number of tokens that are thoughts or end them
     began_ns: int = field(default=0, compare=False)  #: `time.perf_counter_ns` of its first token, or 0
+
+    @property
+    def matched(self) -> int | str | None:
+        """The stop string that ended it, or the end or stop token."""
+        return self.stopped_by or (self.end.token if self.end.token >= 0 else None)
 
 
 AnswerEvent = ContentDelta | ReasoningDelta | CallBegan | CallArguments | Finish
@@ -123,8 +129,9 @@ class Transcript:
     """Events of one choice, made from its tokens: output up to a stop string, and scores.
 
     A score comes with the text that its token completes. Tokens after a stop string are neither shown nor
-    counted; if `silent`, none are. `plan` separates thoughts and calls from text; stop strings count only in
-    text. `specials` has the text of special tokens, since models mark calls with them.
+    counted; if `silent`, none are. `named`: tokens are told even without scores. `plan` separates thoughts
+    and calls from text; stop strings count only in text. `specials` has the text of special tokens, since
+    models mark calls with them.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class Transcript:
         finder: StopFinder | None = None,
         scored: bool = False,
         *,
+        named: bool = False,
         silent: bool = False,
         choice: int = 0,
         plan: ReadingPlan | None = None,
@@ -142,7 +150,8 @@ class Transcript:
         self._finder = finder
         self._channels = None if plan is None else AnswerParser(plan, finder)
         self._calls = None if plan is None else plan.calls
-        self._scored = scored
+        self._scored = scored or named
+        self._named = named and not scored
         self.silent = silent
         self._choice = choice
         self._prompt: list[Scored] = []  #: scores of the prompt that are not told yet
@@ -185,6 +194,8 @@ class Transcript:
             self.tokens.extend(tokens)
             text = self._detokenizer.push(tokens)
             return [ContentDelta(self._choice, text)] if text else []
+        if self._named:
+            scores = [UNSCORED] * len(tokens)
         if self._scored and len(scores) != len(tokens):
             raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")
         parts: list[AnswerPart] = []

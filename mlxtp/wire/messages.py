@@ -58,6 +58,7 @@ MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 MAX_TEXTS = 2048  #: of one request for vectors
 MAX_VECTOR_BYTES = 1 << 20  #: in one message
 MAX_BIASES = 1024
+MAX_STOP_TOKENS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_ROUND_BYTES = 1 << 16  #: Bytes of one rank in one round of the side channel; JACCL sends a few hundred.
 MAX_ROUNDS = 1024
@@ -71,6 +72,7 @@ _code = choice(*(code.value for code in Code))
 _seconds = number(0.0, 1e9)
 _uids = integers(1, U32, 0, MAX_ROWS)
 _eos = integers(0, 2**31 - 1, 0, 64)
+_stop_tokens = integers(0, 2**31 - 1, 0, MAX_STOP_TOKENS)
 _split = integers(1, MAX_LAYERS, 0, MAX_RANKS)
 _matrix = texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY)
 _pins = texts(MAX_RANKS, 64)
@@ -106,10 +108,11 @@ class Shaping:
     frequency_penalty: float = _f(number(-100.0, 100.0), default=0.0)
     bias_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())
     bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())  #: added to these tokens
-    min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)  #: before any end token
+    min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)  #: before any end or stop token
     grammar_kind: str = _f(choice("", "json_schema", "regex", "lark"), default="")
     grammar: str = _f(text(MAX_GRAMMAR, raw=True), default="")
     grammar_begun: int = _f(integer(0, MAX_CONTEXT), default=0)  #: The prompt's last tokens are in it too.
+    allowed_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())  #: none: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +491,7 @@ class Generate(Message, number=0x20):
     places: tuple[int, ...] = _f(_places, default=())  #: ascending; other prompts may agree up to each
     batch: bool = _f(boolean(), default=False)  #: interactive requests begin before it, and keep their room
     pooling: Pooling = _f(_pooling, default=NO_POOLING)  #: `max_tokens` is unused with lengths
+    stop_tokens: tuple[int, ...] = _f(_stop_tokens, default=())  #: end it as end tokens do, in any case
 
 
 class Accepted(Message, number=0x24):
@@ -552,6 +556,7 @@ class Finished(Message, number=0x23):
     cached: int = _f(_count, default=0)  #: tokens of its prompt that were not computed again
     drafted: int = _f(_count, default=0)
     accepted: int = _f(_count, default=0)  #: of the drafted tokens
+    ended_by: int = _f(integer(-1, 2**31 - 1), default=-1)  #: the end or stop token; -1 without one
 
 
 class SessionEnd(Message, number=0xFF):

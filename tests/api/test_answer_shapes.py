@@ -15,6 +15,7 @@ from starlette.requests import Request
 from mlxtp.api.adapter import document
 from mlxtp.api.answer_shapes import ANSWERS, schema
 from mlxtp.api.app import HEALTH, adapters
+from mlxtp.api.field_names import HEADER
 from mlxtp.api.generation import Generation
 from mlxtp.api.vectors import VectorAnswer
 from mlxtp.errors import Code, RequestError
@@ -111,9 +112,10 @@ def test_vectors_are_as_described(
         return parse(await request.body()), VectorAnswer("m", (struct.pack("<2f", 0.5, 1.0),), 3)
 
     monkeypatch.setattr(Generation, "vectors", vectors)
-    body = {"model": "m", "input": "a", "query": "a", "documents": ["b"]}
+    body = {"model": "m", "input": "a", "query": "a", "documents": ["b"], "rid": "x"}
     answer = ask(roomy, f"POST {path}", body | more)
     assert answer.status_code == 200, answer.text
+    assert "rid" in answer.headers[HEADER].split(", ")
     assert check(f"POST {path}", answer) == 1
 
 
@@ -144,12 +146,16 @@ CALLING: dict[str, Json] = {
 }
 
 
-@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"prompt_logprobs": 1, "return_token_ids": True}),
+        ("/v1/completions", {"prompt_logprobs": 1, "return_token_ids": True}),
+        ("/v1/completions", {"echo": True, "logprobs": 1}),
+    ],
+)
 def test_scores_of_a_prompt_are_as_described(roomy: Server, path: str, more: Json) -> None:
     body = {"messages": [ASKED], "prompt": "hello", "max_tokens": 2} | more
-    if path == "/v1/chat/completions" and "echo" in more:
-        body |= {"logprobs": True}
     answer = ask(roomy, f"POST {path}", body)
     assert answer.status_code == 200, answer.text
     assert check(f"POST {path}", answer) == 1

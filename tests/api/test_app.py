@@ -135,7 +135,8 @@ def test_an_empty_answer_still_has_its_role(server: Server) -> None:
     server.backend.script = says([1])
     first, last = chunks_of(post(server, ask(stream=True)))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    ended = {"finish_reason": "stop", "stop_reason": None, "matched_stop": None}
+    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None} | ended
     assert post(server, ask()).json()["choices"][0]["message"]["content"] == ""
 
 

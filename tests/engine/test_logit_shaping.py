@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.engine.grammar import Grammars
-from mlxtp.engine.logit_shaping import Guided, RequestShaping
+from mlxtp.engine.logit_shaping import LEAST_BIAS, Guided, RequestShaping
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Generate, Shaping
 
@@ -205,6 +205,22 @@ def test_a_second_sequence_of_a_request_goes_on_counting() -> None:
 def test_an_answer_that_ignores_end_tokens_may_have_them_at_once() -> None:
     desk = desk_for(Shaping(min_tokens=5), ignore_eos=True)
     assert allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS
+
+
+def test_stop_tokens_wait_for_min_tokens_as_end_tokens_do() -> None:
+    desk = desk_for(Shaping(min_tokens=5), ignore_eos=True, stop_tokens=(8,))
+    [columns] = allowed(desk.shape(SEQUENCE, logits(1)))
+    assert 8 not in columns
+    assert columns >= EOS
+
+
+def test_only_allowed_tokens_keep_their_logits() -> None:
+    row = desk_for(Shaping(allowed_tokens=(8, 9), bias_tokens=(9,), bias_values=(2.0,))).shape(
+        SEQUENCE, logits(1)
+    )[0]
+    plain = logits(1)[0]
+    assert [token for token, value in enumerate(row.tolist()) if value > LEAST_BIAS / 2] == [8, 9]
+    assert (row[8].item(), row[9].item()) == (plain[8].item(), pytest.approx(plain[9].item() + 2))
 
 
 def test_an_answer_that_an_earlier_group_began_counts_from_its_beginning() -> None:

@@ -195,6 +195,10 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -
     assert request.ends == [Finished(1, "length", n, n)]
 
 
+def _stop(generated: int, forwards: int, token: int) -> Finished:
+    return Finished(1, "stop", generated, forwards, ended_by=token)
+
+
 @cases(
     "says, limit, run_ahead, moves, forwards",
     {
@@ -209,7 +213,31 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -
 def test_an_end_token(says: tuple[int, ...], limit: int, run_ahead: int, moves: str, forwards: int) -> None:
     simulation, request = asked({"run_ahead": run_ahead}, 3, limit, says)
     assert sketch(simulation.frames) == moves
-    assert (request.tokens, request.ends) == ([*says[:-1]], [Finished(1, "stop", len(says), forwards)])
+    assert (request.tokens, request.ends) == ([*says[:-1]], [_stop(len(says), forwards, EOS)])
+
+
+@cases(
+    "wants, says, moves, end",
+    {
+        "ends it": ({}, (7, 8, 9, 8), "P1 D1 S1", (2, 2, 8)),
+        "ends it where end tokens do not": ({"ignore_eos": True}, (EOS, 8, 7), "P1 D1 S1", (2, 2, 8)),
+        "is not waited for by an end token": ({}, (EOS, 8), "P1 S1", (1, 1, EOS)),
+    },
+)
+def test_a_stop_token(wants: dict[str, Any], says: tuple[int, ...], moves: str, end: tuple[int, ...]) -> None:
+    scheduler = Scheduler(Policy(frozenset({EOS})))
+    scheduler.add(Generate(1, (5, 6, 7), 9, stop_tokens=(3, 8), **wants))
+    results: list[Any] = []
+    frames = []
+    for token in says:
+        frames.append(next_frame(scheduler))
+        results += scheduler.record((token,))
+        if isinstance(results[-1], Finished):
+            break
+    frames.append(next_frame(scheduler))
+    assert sketch(frames) == moves
+    assert [each.token for each in results[:-1]] == [*says[: end[0] - 1]]
+    assert results[-1] == _stop(*end)
 
 
 def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() -> None:

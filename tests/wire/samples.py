@@ -271,6 +271,7 @@ SHAPING = st.builds(
     st.integers(0, msg.MAX_CONTEXT),
     st.sampled_from(("", "json_schema", "regex", "lark")),
     _raw,
+    allowed_tokens=_ints(0, 2**31 - 1, 0, 40),
 )
 
 POOLING = st.builds(
@@ -361,7 +362,8 @@ _BY_NAME: dict[str, st.SearchStrategy[Any]] = {
         (_ints(0, msg.MAX_FRAME_TOKENS, 0, 40), "widths"),
         (_ints(0, msg.MAX_RANKS - 1, 0, 40), "lanes"),
         (_ints(1, msg.MAX_ROOM, 0, 40), "rooms"),
-        (_ints(0, 2**31 - 1, 0, 64), "eos"),
+        (_ints(0, 2**31 - 1, 0, 64), "eos stop_tokens"),
+        (st.integers(-1, 2**31 - 1), "ended_by"),
         (_ints(0, 2**31 - 1, 0, msg.MAX_RANKS), "ranks"),
         (_ints(0, msg.U32, 0, msg.MAX_RANKS), "held_mib"),
         (_ints(1, 2**31 - 1, 1, MAX_SIZES), "sizes"),
@@ -512,6 +514,7 @@ def fullest_generate(tokens: int) -> msg.Generate:
             "json_schema",
             "\U0001f4a5" * msg.MAX_GRAMMAR,
             msg.MAX_CONTEXT,
+            tuple(range(msg.MAX_BIASES)),
         ),
         msg.MAX_TOP_LOGPROBS,
         ignore_eos=True,
@@ -521,4 +524,5 @@ def fullest_generate(tokens: int) -> msg.Generate:
         places=(msg.MAX_CONTEXT,) * msg.MAX_PLACES,
         batch=True,
         pooling=msg.Pooling((msg.MAX_CONTEXT,) * msg.MAX_TEXTS, "scores", True, msg.U32, (2**31 - 1,) * 2),
+        stop_tokens=tuple(range(msg.MAX_STOP_TOKENS)),
     )

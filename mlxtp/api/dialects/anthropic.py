@@ -44,6 +44,7 @@ from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Adapter, Generation, Handler
 from ..request_body import (
     MOST_MESSAGES,
+    BodySchema,
     Integer,
     Schema,
     checked,
@@ -129,7 +130,7 @@ class OutputConfig(Schema):
     format: AnyFormat = None
 
 
-class CountRequest(Schema):
+class CountRequest(BodySchema):
     """The body of `POST /v1/messages/count_tokens`: all parts of the prompt."""
 
     messages: Annotated[
@@ -151,6 +152,8 @@ _AT_LEAST_ONE: Json = {"type": "integer", "minimum": 1, "maximum": MOST_TOKENS}
 @with_settings("anthropic")
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
+
+    api = "messages"
 
     max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS), WithJsonSchema(_AT_LEAST_ONE)]
     stream: bool | None = None
@@ -207,7 +210,8 @@ def _ask(request: CountRequest) -> GenerationRequest:
         conversation = _continued(conversation)
     hides = thinking is not None and thinking.display == "omitted"
     asked = AnthropicAnswerOptions(request.model if theirs else None, hides)
-    return GenerationRequest(None if theirs else request.model, conversation, dialect=asked)
+    model = None if theirs else request.model
+    return GenerationRequest(model, conversation, dialect=asked, ignored=request.ignored)
 
 
 def _continued(conversation: Conversation) -> Conversation:

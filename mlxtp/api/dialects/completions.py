@@ -6,8 +6,10 @@ It also has the endpoints of embeddings, and refuses OpenAI's that mlxtp does no
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -15,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import Code, RequestError
-from ...text.conversation import GenerationOptions, GenerationRequest, Prompt, TokenScore
+from ...text.conversation import GenerationRequest, Prompt, TokenScore
 from ...text.tokenizer import Name
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
-from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
+from ..request_body import Integer, in_range, missing, named, not_supported, parsed, shown, wrong
 from .embeddings import ENDPOINTS as OF_VECTORS
-from .openai import PromptBody, SseWriter, bounded, head, prompt_scores, sse, usage
+from .openai import PromptBody, SseWriter, bounded, ending, head, prompt_scores, sse, usage
 from .request_parts import MOST_TOKENS, Unused, prompt_of, token_ids
 from .tokens import ENDPOINTS as OF_TOKENS
 
@@ -43,12 +45,16 @@ _PROMPT = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT
 class CompletionRequest(PromptBody):
     """The body of `POST /v1/completions`."""
 
+    api = "completions"
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     echo: bool | None = None
-    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
+    max_tokens: Annotated[
+        Annotated[Integer, in_range(0, MOST_TOKENS, -1)] | None, named("max_tokens", "n_predict")
+    ] = None
     logprobs: Annotated[Integer, in_range(0, 5)] | None = None
+    best_of: Annotated[Integer, in_range(1, 16)] | None = None
     # refused if set
-    best_of: Integer | None = None
     suffix: Unused = None
 
 
@@ -59,26 +65,23 @@ def parse(body: bytes) -> GenerationRequest:
     """Return the request. Token ids are not yet checked against the model. Raises RequestError."""
     request = parsed(CompletionRequest, body)
     n = request.n or 1
-    if request.best_of not in (None, 1, n):
-        raise not_supported(
-            f"best_of {request.best_of} is not supported: nothing is generated that is not returned; "
-            "leave it out, and send n",
-            "best_of",
-        )
+    best_of = request.best_of or n
+    if best_of < n or (best_of > n and request.stream):
+        why = f"is less than n {n}" if best_of < n else "cannot stream: the best are known at the end"
+        raise RequestError(f"best_of {best_of} {why}", param="best_of")
     if request.suffix:
         raise not_supported(
             f"suffix {shown(request.suffix)} is not supported: a prompt is continued, not filled in; "
             "leave it out",
             "suffix",
         )
-    prompts = _prompts(request.prompt, n)
+    prompts = _prompts(request.prompt, best_of)
+    least = 0 if best_of > n else -1  # scores decide
     logprobs = -1 if request.logprobs is None else request.logprobs
     most = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    own = GenerationOptions(
-        n,
-        most,
-        format=request.response_format,
-        logprobs=logprobs,
+    own = replace(
+        request.options(most, max(logprobs, least)),
+        n=best_of,
         prompt_logprobs=max(request.scored_prompt, logprobs if request.echo else -1),
     )
     found = request.generation(prompts, own, request)
@@ -162,6 +165,28 @@ def _echoed(about: About, choice: int) -> Sequence[int]:
     return about.prompt_ids[choice // about.ask.options.n] if scored else ()
 
 
+def _prompt_ids(about: About, choice: int) -> Json:
+    options = about.ask.options
+    return {"prompt_token_ids": about.prompt_ids[choice // options.n]} if options.token_ids else {}
+
+
+def _shows_scores(about: About) -> bool:
+    return about.ask.dialect.logprobs is not None
+
+
+def _best(about: About, wholes: Sequence[WholeAnswer]) -> list[int]:
+    """Return the answers to show: of each prompt the ones with the highest mean scores, the best first."""
+    made, n = about.ask.options.n, about.ask.dialect.n or 1
+    if made == n:
+        return list(range(len(wholes)))
+
+    def worth(choice: int) -> float:
+        return fmean([score.logprob for _, score in wholes[choice].scores] or [-math.inf])
+
+    groups = [range(first, first + made) for first in range(0, len(wholes), made)]
+    return [choice for group in groups for choice in sorted(group, key=worth, reverse=True)[:n]]
+
+
 class CompletionWriter(SseWriter):
     def __init__(self, about: About) -> None:
         super().__init__(about, "cmpl", "text_completion", about.ask.dialect.include_usage)
@@ -170,7 +195,9 @@ class CompletionWriter(SseWriter):
     def begin(self) -> bytes:
         about = self.about
         texts = ["" if _echoed(about, choice) else _echo(about, choice) for choice in range(about.choices)]
-        return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
+        ids = [_prompt_ids(about, choice) for choice in range(about.choices)]
+        parts = enumerate(zip(texts, ids, strict=True))
+        return b"".join([self._chunk(i, text, inside=own) for i, (text, own) in parts if text or own])
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -178,11 +205,11 @@ class CompletionWriter(SseWriter):
                 own = self._logprobs[choice].of(scores, _echoed(self.about, choice))
                 return self._chunk(choice, _echo(self.about, choice), own)
             case ContentDelta(choice, text, scores):
-                known = self._logprobs[choice].of(scores) if scores else None
-                return self._chunk(choice, text, known) if text or scores else b""
+                known = self._logprobs[choice].of(scores) if scores and _shows_scores(self.about) else None
+                ids = self.tokens(choice, scores)
+                return self._chunk(choice, text, known, inside=ids) if text or scores else b""
             case Finish(choice, reason):
-                self.ends[choice] = event
-                return self._chunk(choice, "", reason=reason)
+                return self._chunk(choice, "", reason=reason, inside=self.ended(choice, event))
             case _:  # a continued prompt has neither thoughts nor calls
                 return b""
 
@@ -195,10 +222,12 @@ class CompletionWriter(SseWriter):
         text: str,
         scores: Json | None = None,
         reason: str | None = None,
+        *,
         more: Json | None = None,
+        inside: Json | None = None,
     ) -> bytes:
-        choices = {"choices": [_choice(choice, text, scores, reason)]}
-        return sse(self.head | choices | (more or {}) | self.no_usage)
+        choices = {"choices": [_choice(choice, text, scores, reason) | (inside or {})]}
+        return sse(self.head | choices | (more or {}) | self.running())
 
 
 # --- endpoints that are not served ------------------------------------------------------------------------
@@ -246,15 +275,16 @@ class Completions(Adapter):
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         choices = []
-        for index, whole in enumerate(wholes):
-            scores = None
-            if about.ask.options.logprobs >= 0:
-                echoed = _echoed(about, index)
+        for index, made in enumerate(_best(about, wholes)):
+            whole, scores = wholes[made], None
+            if _shows_scores(about):
+                echoed = _echoed(about, made)
                 scores = Logprobs(about).of(
                     [*whole.prompt, *whole.scores] if echoed else whole.scores, echoed
                 )
-            text = _echo(about, index) + whole.text
+            text = _echo(about, made) + whole.text
             more = prompt_scores(about, whole, about.ask.dialect.scored_prompt)
+            more |= ending(about, whole.finish, whole.scores) | _prompt_ids(about, made)
             choices.append(_choice(index, text, scores, whole.finish.reason) | more)
         counts = usage(about, [whole.finish for whole in wholes])
         return head(about, "cmpl", "text_completion") | {"choices": choices, "usage": counts}

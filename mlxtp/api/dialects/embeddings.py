@@ -16,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...text.conversation import Prompt
+from .. import field_names
 from ..adapter import Json, Operation, compact
 from ..backend import ModelInfo
 from ..generation import Generation, Handler
-from ..request_body import Integer, Schema, in_range, missing, parsed, wrong
+from ..request_body import BodySchema, Integer, in_range, missing, parsed, wrong
 from ..vectors import TASK, VectorAnswer, VectorRequest, check_count
 from .ollama_request import KeepAlive, served_name
 from .request_parts import prompt_of, token_ids
@@ -54,8 +55,10 @@ def _document(given: object, where: str) -> str:
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-class EmbeddingsBody(Schema):
+class EmbeddingsBody(BodySchema):
     """The body of `POST /v1/embeddings`."""
+
+    api = "embeddings"
 
     model: str | None = None
     input: Any = None
@@ -76,8 +79,10 @@ class EmbeddingsBody(Schema):
         )
 
 
-class OllamaEmbed(Schema):
+class OllamaEmbed(BodySchema):
     """The body of `POST /api/embed`, and with `prompt` of `POST /api/embeddings`."""
+
+    api = "ollama_embed"
 
     model: str | None = None
     input: Any = None
@@ -97,8 +102,10 @@ class OllamaEmbed(Schema):
         )
 
 
-class RerankBody(Schema):
+class RerankBody(BodySchema):
     """The body of `POST /v1/rerank`."""
+
+    api = "rerank"
 
     model: str | None = None
     query: str | None = None
@@ -177,19 +184,22 @@ def _probability(odds: float) -> float:
 # --- endpoints --------------------------------------------------------------------------------------------
 
 
-async def _json(write: Callable[[], bytes]) -> Response:
+async def _json(body: BodySchema, write: Callable[[], bytes]) -> Response:
     # Numbers take long to encode; a thread keeps other requests' tokens moving.
-    return Response(await asyncio.to_thread(write), media_type="application/json")
+    found = await asyncio.to_thread(write)
+    return Response(found, headers=field_names.headers(body.ignored), media_type="application/json")
 
 
 async def _embed(generation: Generation, request: Request) -> Response:
     body, answer = await generation.vectors(request, partial(parsed, EmbeddingsBody), EmbeddingsBody.asked)
-    return await _json(partial(_listed, answer, _quoted if body.encoding_format == "base64" else numbers))
+    return await _json(
+        body, partial(_listed, answer, _quoted if body.encoding_format == "base64" else numbers)
+    )
 
 
 async def _rerank(generation: Generation, request: Request) -> Response:
     body, answer = await generation.vectors(request, partial(parsed, RerankBody), RerankBody.asked)
-    return await _json(lambda: compact(body.ranked(answer)))
+    return await _json(body, lambda: compact(body.ranked(answer)))
 
 
 async def ollama_embed(generation: Generation, request: Request) -> Response:
@@ -206,7 +216,7 @@ async def ollama_embed(generation: Generation, request: Request) -> Response:
             return b'{"embedding":%b}' % rows[0]
         return b'%b,"embeddings":[%b]}' % (compact(head)[:-1], b",".join(rows))
 
-    return await _json(write)
+    return await _json(body, write)
 
 
 #: In OpenAI's dialect.

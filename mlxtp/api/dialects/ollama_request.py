@@ -22,7 +22,7 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..backend import ModelInfo
-from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, shown
+from ..request_body import MOST_MESSAGES, BodySchema, Integer, Schema, in_range, not_supported, parsed, shown
 from ..sampling import given_settings, with_settings
 from .request_parts import (
     MOST_TOKENS,
@@ -109,8 +109,10 @@ def _format(value: object) -> Json | None:
 
 
 @with_settings("ollama")
-class OllamaOptions(Schema):
+class OllamaOptions(BodySchema):
     """Supported fields of `options`."""
+
+    api = "options"
 
     num_predict: Annotated[Integer, in_range(-MOST_TOKENS, MOST_TOKENS)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
@@ -150,8 +152,10 @@ class OllamaTool(Schema):
     type: str | None = None
 
 
-class OllamaBody(Schema):
+class OllamaBody(BodySchema):
     """Fields of both endpoints."""
+
+    api = "ollama"
 
     model: str | None = None
     stream: bool | None = None
@@ -261,6 +265,7 @@ def _ask(
         stream=body.stream is not False,
         dialect=asked,
         keep_s=body.keep_alive,
+        ignored=body.ignored + (body.options.ignored if body.options else ()),
     )
 
 

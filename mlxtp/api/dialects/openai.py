@@ -5,8 +5,10 @@ It also has the answer shapes that OpenAI's other dialects share, and the cluste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -29,8 +31,20 @@ from ...text.transcript import (
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo
+from ..constraints import ConstrainedBody
 from ..generation import Adapter, Generation, Handler
-from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, not_supported, parsed, shown
+from ..request_body import (
+    MOST_MESSAGES,
+    BodySchema,
+    Integer,
+    Schema,
+    in_range,
+    missing,
+    named,
+    not_supported,
+    parsed,
+    shown,
+)
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (
@@ -125,19 +139,28 @@ class OfferedTool(Schema):
     custom: CustomTool | None = None
 
 
-class StreamOptions(Schema):
+class StreamOptions(BodySchema):
+    api = "stream_options"
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 MOST_LOGPROBS = 20  # alternatives of a token
 
+Limit = Annotated[Integer, in_range(1, MOST_TOKENS, -1)] | None  # of tokens in an answer; -1: none
+TokenIds = Annotated[list[Annotated[Integer, in_range(0, MOST_TOKENS)]], Field(fail_fast=True)] | None
 
-class PromptBody(OpenAIBody):
+
+class PromptBody(OpenAIBody, ConstrainedBody):
     """Fields of chats and completions."""
 
-    n: Annotated[Integer, in_range(1, 16)] | None = None
-    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
-    response_format: Json | None = None
+    n: Annotated[Annotated[Integer, in_range(1, 16)] | None, named("n", "n_cmpl")] = None
+    max_tokens: Annotated[Limit, named("max_tokens", "n_predict")] = None
+    stop_token_ids: TokenIds = None
+    allowed_token_ids: TokenIds = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[Integer, in_range(0, MOST_LOGPROBS)] | None = None
 
@@ -147,6 +170,24 @@ class PromptBody(OpenAIBody):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream false", param="prompt_logprobs")
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    def options(self, max_tokens: int | None, logprobs: int) -> GenerationOptions:
+        """Return the options that both APIs share; no limit of tokens for -1."""
+        field, format_ = self.constraint()
+        usage = self.stream_options if self.include_usage else None
+        return GenerationOptions(
+            self.n or 1,
+            None if max_tokens == -1 else max_tokens,
+            format=format_,
+            format_field=field,
+            logprobs=logprobs,
+            prompt_logprobs=self.scored_prompt,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            allowed_tokens=tuple(self.allowed_token_ids or ()),
+            token_ids=bool(self.return_token_ids),
+            counts=bool(usage and usage.continuous_usage_stats),
+            names_ids=bool(self.return_tokens_as_token_ids),
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -159,9 +200,11 @@ class PromptBody(OpenAIBody):
 class ChatRequest(PromptBody):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
+    api = "chat"
+
     # the list of errors is bounded
     messages: Annotated[list[MessageInput], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
+    max_completion_tokens: Limit = None
     # scores of its tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, in_range(0, MOST_LOGPROBS)] | None = None
@@ -226,14 +269,7 @@ def parse_chat(body: bytes) -> GenerationRequest:
     if begins_answer([given.get(name, getattr(request, name)) for name in FLAGS], conversation):
         conversation = continued(conversation)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    own = GenerationOptions(
-        request.n or 1,
-        request.budget,
-        format=request.response_format,
-        logprobs=logprobs,
-        prompt_logprobs=request.scored_prompt,
-    )
-    return request.generation(conversation, own, asked)
+    return request.generation(conversation, request.options(request.budget, logprobs), asked)
 
 
 def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
@@ -377,18 +413,29 @@ def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collect
             "message": _message(whole, custom),
             "logprobs": logprobs(whole.scores, about.names) if scored else None,
             "finish_reason": whole.finish.reason,
+            **ending(about, whole.finish, whole.scores),
         }
         for index, whole in enumerate(wholes)
     ]
     counts = usage(about, [whole.finish for whole in wholes])
-    scores = prompt_scores(about, wholes[0], about.ask.options.prompt_logprobs)
-    return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts} | scores
+    ids = {"prompt_token_ids": about.prompt_ids[0]} if about.ask.options.token_ids else {}
+    more = prompt_scores(about, wholes[0], about.ask.options.prompt_logprobs) | ids
+    return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts} | more
+
+
+def ending(about: About, finish: Finish, scores: Sequence[Scored] = ()) -> Json:
+    """Return what ended an answer, as vLLM and SGLang name it; with its last tokens if they are wanted."""
+    matched, options = finish.matched, about.ask.options
+    own = isinstance(matched, str) or matched in options.stop_tokens
+    last = [finish.end.token] if finish.end.token >= 0 else []
+    ids = {"token_ids": [*(token for token, _ in scores), *last]} if options.token_ids else {}
+    return {"stop_reason": matched if own else None, "matched_stop": matched} | ids
 
 
 def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
     message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.reasoning:
-        message["reasoning_content"] = whole.reasoning
+        message |= dict.fromkeys(("reasoning", "reasoning_content"), whole.reasoning)
     if calls := whole.complete_calls:
         message["content"] = whole.text or None
         message["tool_calls"] = [
@@ -460,6 +507,7 @@ class SseWriter(AnswerWriter):
         self.head = head(about, prefix, object_)
         self.ends: dict[int, Finish] = {}  # of the choices that have ended
         self.no_usage: Json = {"usage": None} if include_usage else {}  # of all chunks but the last one
+        self._counted: Counter[int] = Counter()  # tokens of each choice so far
 
     def open(self) -> bytes:
         return COMMENT
@@ -472,6 +520,24 @@ class SseWriter(AnswerWriter):
 
     def fail(self, error: MlxtpError) -> bytes:
         return sse(error_body_of(error))
+
+    def running(self) -> Json:
+        """Return the usage of a chunk that is not the last."""
+        if not self.about.ask.options.counts:
+            return self.no_usage
+        prompt, completion = sum(self.about.prompt_tokens), self._counted.total()
+        total = prompt + completion
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
+
+    def tokens(self, choice: int, scores: Sequence[Scored]) -> Json:
+        """Count new tokens of a choice, and return them if the request wants them."""
+        self._counted[choice] += len(scores)
+        wanted = scores and self.about.ask.options.token_ids
+        return {"token_ids": [token for token, _ in scores]} if wanted else {}
+
+    def ended(self, choice: int, finish: Finish) -> Json:
+        self.ends[choice], self._counted[choice] = finish, finish.end.generated
+        return ending(self.about, finish)
 
     @property
     def first_open(self) -> int:
@@ -489,8 +555,12 @@ class ChunkWriter(SseWriter):
         self._custom = custom
         self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
         self._before = b"data: " + compact(self.head)[:-1] + b',"choices":[{"index":'
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._usage = _inside(self.no_usage)
         self._silent = set(range(about.choices))  # choices with nothing sent yet, not even the role
+
+    def begin(self) -> bytes:
+        wanted = self.about.ask.options.token_ids
+        return self.idle({"prompt_token_ids": self.about.prompt_ids[0]}) if wanted else b""
 
     def idle(self, more: Json) -> bytes:
         """Return an empty chunk of the first open choice, with its role in its first chunk."""
@@ -498,7 +568,7 @@ class ChunkWriter(SseWriter):
         delta = {"role": "assistant", "content": ""} if index in self._silent else {}
         self._silent.discard(index)
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return sse(self.head | {"choices": [choice]} | self.no_usage | more)
+        return sse(self.head | {"choices": [choice]} | self.running() | more)
 
     def write(self, event: AnswerEvent) -> bytes:
         if event.choice not in self._silent:
@@ -510,15 +580,17 @@ class ChunkWriter(SseWriter):
         index = event.choice
         match event:
             case ContentDelta(text=text, scores=scores):
-                known = compact(logprobs(scores, self.about.names)) if scores else b"null"
-                return self._chunk(index, b'{"content":%b}' % compact(text), known)
+                shown = scores and self.about.ask.options.logprobs >= 0
+                known = compact(logprobs(scores, self.about.names)) if shown else b"null"
+                more = self.tokens(index, scores)
+                return self._chunk(index, b'{"content":%b}' % compact(text), known, more=more)
             case ReasoningDelta(text=text):
-                return self._chunk(index, b'{"reasoning_content":%b}' % compact(text))
+                thought = compact(text)
+                return self._chunk(index, b'{"reasoning":%b,"reasoning_content":%b}' % (thought, thought))
             case CallBegan() | CallArguments():
                 return self._call(event)
             case Finish(reason=reason):
-                self.ends[index] = event
-                return self._chunk(index, b"{}", reason=compact(reason))
+                return self._chunk(index, b"{}", reason=compact(reason), more=self.ended(index, event))
 
     def _call(self, event: CallBegan | CallArguments) -> bytes:
         at = event.choice, event.index
@@ -537,10 +609,23 @@ class ChunkWriter(SseWriter):
             call["function"] = {"arguments": event.text}
         return self._chunk(event.choice, compact({"tool_calls": [call]}))
 
-    def _chunk(self, index: int, delta: bytes, scores: bytes = b"null", reason: bytes = b"null") -> bytes:
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._before, index, delta, scores, reason, self._after,
+    def _chunk(
+        self,
+        index: int,
+        delta: bytes,
+        scores: bytes = b"null",
+        reason: bytes = b"null",
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bytes:
+        usage = _inside(self.running()) if self.about.ask.options.counts else self._usage
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}]%b}\n\n' % (
+            self._before, index, delta, scores, reason, _inside(more), usage,
         )  # fmt: skip
+
+
+def _inside(fields: Mapping[str, Any]) -> bytes:
+    """Return fields for the end of a JSON object."""
+    return b"," + compact(dict(fields))[1:-1] if fields else b""
 
 
 def sse(data: Json) -> bytes:

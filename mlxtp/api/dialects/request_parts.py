@@ -32,7 +32,7 @@ from ...text.conversation import (
 from ...text.json_limits import MOST_CONTAINERS, integral
 from ...text.tool_grammar import log_once
 from ..request_body import MOST_TOKENS as MOST_TOKENS
-from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
+from ..request_body import BodySchema, Integer, in_range, none_of, not_supported, shown, wrong
 from ..sampling import given_settings, with_settings
 
 Json = dict[str, Any]
@@ -41,7 +41,7 @@ Json = dict[str, Any]
 
 
 @with_settings("openai")
-class OpenAIBody(Schema):
+class OpenAIBody(BodySchema):
     """Fields of all of OpenAI's bodies. `docs/api.md` marks additions to its API with an asterisk."""
 
     model: str | None = None
@@ -61,7 +61,8 @@ class OpenAIBody(Schema):
         same = self.model_dump(include={"ignore_eos", "seed", "logit_bias", "deadline_s"}, exclude_none=True)
         options = replace(own, stop=stops, settings=given_settings(self, "openai"), **same)
         user = next((each for each in self.users if isinstance(each, str)), "")
-        return GenerationRequest(self.model, prompt, options, bool(self.stream), user, dialect)
+        ask = GenerationRequest(self.model, prompt, options, bool(self.stream), user, dialect)
+        return replace(ask, ignored=self.ignored)
 
     @property
     def users(self) -> tuple[Any, ...]:

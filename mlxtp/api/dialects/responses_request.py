@@ -93,6 +93,8 @@ _FIRST: Json = {"input": _INPUT, "previous_response_id": {"type": "string"}}
 class Wish(OpenAIBody):
     """Fields of requests for a response."""
 
+    api = "responses"
+
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [{"required": [name], "properties": {name: _FIRST[name]}} for name in _FIRST]

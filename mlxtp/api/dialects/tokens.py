@@ -22,7 +22,7 @@ from ..adapter import Json, Operation, compact
 from ..generation import AnyModel, Generation, Handler
 from ..prompts import WrittenPrompts, written
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, wrong
-from .openai import MessageInput, OfferedTool, parse_chat
+from .openai import ChatRequest, MessageInput, OfferedTool, parse_chat
 from .request_parts import MOST_TOKENS
 
 _Messages = Annotated[list[MessageInput], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -91,9 +91,12 @@ def parse_template(body: bytes) -> GenerationRequest:
 
 def _chat(body: bytes, asked: Any, messages: Sequence[MessageInput]) -> GenerationRequest:
     """Read a chat, which may also end without the beginning of an answer."""
+    own = asked.model_fields_set - ChatRequest.model_fields.keys()
     if asked.add_generation_prompt is False and messages[-1].role != "assistant":
+        own |= {"add_generation_prompt"}
+    if own:
         given = json.loads(body)
-        body = compact({name: given[name] for name in given if name != "add_generation_prompt"})
+        body = compact({name: given[name] for name in given if name not in own})
     return replace(parse_chat(body), dialect=asked)
 
 

@@ -120,10 +120,13 @@ ERRORS: Mapping[str, type[BaseModel]] = {
     "": OpenAIError,
 }
 ADDED = {
-    "ChatCompletion": "prompt_logprobs",
-    "CompletionChoice": "prompt_logprobs",
-    "ChatCompletionMessage": "reasoning_content",
-    "ChoiceDelta": "reasoning_content",
+    "ChatCompletion": "prompt_logprobs prompt_token_ids",
+    "ChatCompletionChunk": "prompt_token_ids",
+    "ChatCompletionMessage": "reasoning reasoning_content",
+    "Choice": "matched_stop stop_reason token_ids",
+    "ChoiceDelta": "reasoning reasoning_content",
+    "CompletionChoice": "matched_stop prompt_logprobs prompt_token_ids stop_reason token_ids",
+    "CompletionPart": "matched_stop prompt_token_ids stop_reason token_ids",
     "Model": "context_length max_model_len root supported_features",
     "Response": "frequency_penalty presence_penalty store",
     "ResponseCustomToolCall": "status",
@@ -133,6 +136,7 @@ ADDED = {
 }
 """Published by some and unknown to this version of a library, or what clients of other servers look for."""
 LEFT_OUT = {
+    "CompletionUsage": "completion_tokens_details prompt_tokens_details",
     "ChatCompletion": "metadata moderation service_tier system_fingerprint",
     "ChatCompletionChunk": "moderation obfuscation service_tier system_fingerprint usage",
     "ChatCompletionMessage": "annotations audio function_call tool_calls",

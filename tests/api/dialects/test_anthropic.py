@@ -462,10 +462,12 @@ USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city":
 def test_unknown_fields_and_betas_are_ignored() -> None:
     plain = parse()
     cached = text("hello") | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    assert plain == parse(
+    found = parse(
         messages=[{"role": "user", "content": [cached], "x": 1}], service_tier="auto", betas=["x"],
         context_management={"edits": []}, output_config={"effort": "high"}, mcp_servers=[],
     )  # fmt: skip
+    assert plain == replace(found, ignored=())
+    assert found.ignored == ("service_tier", "betas", "context_management")
 
 
 def test_neighbours_of_one_role_are_one_turn() -> None:

@@ -267,12 +267,15 @@ def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> 
         ({"prompt": [[3, -1]]}, "prompt[0][1]", "got -1"),
         ({"prompt": [VOCABULARY]}, "prompt[0]", f"from 0 to {VOCABULARY - 1}"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompt", "200 answers"),
-        ({"best_of": 3}, "best_of", "best_of 3"),
-        ({"n": 2, "best_of": 3}, "best_of", "best_of 3"),
+        ({"n": 3, "best_of": 2}, "best_of", "best_of 2 is less than n 3"),
+        ({"best_of": 17}, "best_of", "from 1 to 16"),
+        ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids", f"from 0 to {VOCABULARY - 1}"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "has 65 tokens; at most 64"),
+        ({"allowed_token_ids": [VOCABULARY]}, "allowed_token_ids", f"from 0 to {VOCABULARY - 1}"),
         ({"suffix": "end"}, "suffix", '"end"'),
         ({"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
         ({"logprobs": True}, "logprobs", "integer"),
-        ({"max_tokens": -1}, "max_tokens", "from 0 to"),
+        ({"max_tokens": -2}, "max_tokens", "from 0 to"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20, got 21"),
         ({"response_format": {"type": "x"}}, "response_format", "not supported"),
     ],
@@ -286,6 +289,52 @@ def test_what_cannot_be_is_a_400_that_names_it(
     assert caught.value.param == param
     assert named in caught.value.message
     assert server.backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"best_of": 2, "stream": True}, "best_of", "cannot stream"),
+        ({"best_of": 15, "prompt": ["a"] * 9}, "prompt", "135 answers"),
+    ],
+)
+def test_best_of_is_bounded_and_does_not_stream(
+    server: Server, fields: dict[str, Any], param: str, named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named) as caught:
+        create(server, **fields)
+    assert (caught.value.param, server.backend.requests) == (param, [])
+
+
+def test_the_best_of_each_prompt_are_returned_and_all_are_counted(server: Server) -> None:
+    def scored(word: str, mean: float) -> Any:
+        async def script() -> Any:
+            tokens = tuple(server.ids(word))
+            yield Tokens(tokens, (TokenScore(mean, ()),) * len(tokens))
+            yield StreamEnd("stop", len(tokens))
+
+        return script
+
+    words = [("a", -3), ("bc", -1), ("def", -2), ("wide", -5), ("x", -4), ("", 0)]
+    server.backend.scripts = [scored(*each) for each in words]
+    answer = create(server, prompt=["x", "y"], n=2, best_of=3)
+    shown = [(choice.index, choice.text, choice.logprobs) for choice in answer.choices]
+    assert shown == [(0, "bc", None), (1, "def", None), (2, "x", None), (3, "wide", None)]
+    assert answer.usage.completion_tokens == sum(len(server.ids(word)) for word, _ in words)
+    assert [request.logprobs for request in server.backend.requests] == [0] * 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_with_the_one_that_ended_them(server: Server, stream: bool) -> None:
+    said = server.ids("wide world")
+    server.backend.script = says(said, token=7)
+    fields: Any = {"extra_body": {"return_token_ids": True, "stop_token_ids": [7, 7]}, "stream": stream}
+    answer = create(server, **fields)
+    parts = [part.choices[0] for part in (answer if stream else [answer])]
+    assert [token for part in parts for token in getattr(part, "token_ids", [])] == [*said, 7]
+    assert parts[0].prompt_token_ids == [BOS, *server.ids("hello")]
+    assert (parts[-1].stop_reason, parts[-1].matched_stop) == (7, 7)
+    assert (server.backend.request.stop_tokens, server.backend.request.logprobs) == ((7,), -1)
 
 
 def test_a_lost_group_is_an_error_event_and_no_done(server: Server) -> None:

@@ -39,15 +39,30 @@ def refusal(**fields: Any) -> RequestError:
     return caught.value
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert parse(user={"id": "1"}) == parse()
-    assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"max_tokens": 5}, 5), ({"max_tokens": -1}, None), ({"max_completion_tokens": -1}, None),
+     ({"n_predict": 7}, 7), ({"n_predict": -1}, None), ({"max_tokens": 5, "n_predict": 7}, 5)],
+)  # fmt: skip
+def test_a_limit_of_minus_1_is_none_and_has_another_name(fields: dict[str, Any], limit: int | None) -> None:
+    assert parse(**fields).options.max_tokens == limit
+
+
+def test_what_a_limit_may_be_is_told() -> None:
+    for value in (0, -2, 2**31):
+        error = refusal(max_tokens=value)
+        assert error.detail == f"max_tokens should be from 1 to {2**31 - 1}, or -1, got {value}"
+
+
+def test_other_names_of_settings() -> None:
+    assert parse(repeat_penalty=1.5).options.settings == {"repetition_penalty": 1.5}
+    assert parse(n_cmpl=2).options.n == 2
 
 
 @pytest.mark.parametrize(
     ("field", "least", "most"),
     [
-        ("n", 1, 16), ("max_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("temperature", 0, 2),
+        ("n", 1, 16), ("min_tokens", 0, 2**31 - 1), ("temperature", 0, 2),
         ("top_p", 0, 1), ("top_k", -1, 2**31 - 1), ("min_p", 0, 1), ("xtc_probability", 0, 1),
         ("xtc_threshold", 0, 0.5), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
         ("repetition_penalty", 0.01, 100),
@@ -143,7 +158,7 @@ def test_wrong_tools_are_named(fields: dict[str, Any], param: str) -> None:
     [
         ("messages", "hello"), ("messages", None), ("model", 5), ("stream", "yes"), ("stream", 1),
         ("stream_options", []), ("max_tokens", "10"), ("max_tokens", 1.5), ("max_tokens", True),
-        ("max_completion_tokens", -1), ("temperature", "hot"), ("temperature", float("nan")), ("seed", "x"),
+        ("max_completion_tokens", -2), ("temperature", "hot"), ("temperature", float("nan")), ("seed", "x"),
         ("seed", 1.5), ("seed", True), ("logprobs", 1), ("top_logprobs", 21), ("stop", 5), ("logit_bias", []),
         ("tools", {}), ("tool_choice", 5), ("response_format", "json"), ("n", 1.5), ("n", True),
         ("ignore_eos", 1), ("min_tokens", "5"), ("xtc_threshold", "x"), ("repetition_penalty", float("inf")),

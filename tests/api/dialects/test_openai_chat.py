@@ -205,6 +205,39 @@ def test_scores_are_the_same_streamed_and_not(server: Server, step: int, top: in
     assert (parts["content"], parts["scores"]) == (text, expected)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_or_counted_without_scores(server: Server, stream: bool) -> None:
+    said = server.ids("hello world")
+    server.backend.script = says(said, step=2, token=1, cached=1)
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}} if stream else {}
+    answer = create(server, stream=stream, extra_body={"return_token_ids": True} | usage)
+    parts = [part for part in (answer if stream else [answer]) if part.choices]
+    assert [token for part in parts for token in getattr(part.choices[0], "token_ids", [])] == [*said, 1]
+    assert parts[0].prompt_token_ids == list(server.backend.request.tokens)
+    assert (parts[-1].choices[0].stop_reason, parts[-1].choices[0].matched_stop) == (None, 1)
+    assert all(part.choices[0].logprobs is None for part in parts)
+    counts = [part.usage.completion_tokens for part in parts]
+    assert counts == sorted(counts)
+    assert not stream or len(said) > counts[1] > 0
+    assert (counts[0], counts[-1]) == (0 if stream else len(said), len(said))
+
+
+def test_scores_name_tokens_by_their_ids_if_asked_for(server: Server) -> None:
+    said = server.ids("wide")
+    server.backend.script = says_scored(said, top=1)
+    answer = create(server, logprobs=True, top_logprobs=1, extra_body={"return_tokens_as_token_ids": True})
+    rows = answer.choices[0].logprobs.content
+    assert [row.token for row in rows] == [f"token_id:{token}" for token in said]
+    assert bytes(byte for row in rows for byte in row.bytes) == b"wide"
+    assert rows[0].top_logprobs[0].token == "token_id:60"
+
+
+def test_a_stop_string_is_named(server: Server) -> None:
+    server.backend.script = says(server.ids("hello world"))
+    for part in (create(server, stop=["wor"]), list(create(server, stop=["wor"], stream=True))[-1]):
+        assert (part.choices[0].stop_reason, part.choices[0].matched_stop) == ("wor", "wor")
+
+
 def test_an_impossible_token_still_makes_valid_json(server: Server) -> None:
     server.backend.script = impossible
     response = post(server, ask(logprobs=True, top_logprobs=2))

@@ -159,13 +159,14 @@ def test_thoughts_are_told_apart(thinker: Server) -> None:
     answers_with(thinker, "<think>hm</think>hello")
     answer = create(thinker)
     message = answer.choices[0].message
-    assert (message.reasoning_content, message.content) == ("hm", "hello")
+    assert (message.reasoning, message.reasoning_content, message.content) == ("hm", "hm", "hello")
     thought = answer.usage.completion_tokens_details.reasoning_tokens
     assert 0 < thought < answer.usage.completion_tokens
     *_, trailer = create(thinker, stream=True, stream_options={"include_usage": True})
     assert trailer.usage.completion_tokens_details.reasoning_tokens == thought
     deltas = [chunk.choices[0].delta for chunk in create(thinker, stream=True)]
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, "") for delta in deltas) == "hm"
     assert "".join(delta.content or "" for delta in deltas) == "hello"
 
 

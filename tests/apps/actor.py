@@ -22,12 +22,12 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -193,6 +193,7 @@ class Actor(FakeBackend):
     first_token_s: float = 0.0
     rambles: bool = False
     log: Path | None = None
+    wishes: ClassVar[Callable[[str], list[str]]] = staticmethod(wishes)
     ledger: list[Seen] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -221,7 +222,7 @@ class Actor(FakeBackend):
         text = self.loaded_text
         prompt = text.decoded(request.tokens)
         if self.folder == TINY:
-            ways = [self.ids(way) for way in wishes(prompt)]
+            ways = [self.ids(way) for way in self.wishes(prompt)]
         else:
             ways = [self.ids(reply(prompt, text, text.thinks_on(request.tokens)))]
         if matcher is None or room is None:
@@ -379,10 +380,14 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(
-    port: int = 0, record: Path | None = None, keep_alive_s: float = 3.0, **options: Any
+    port: int = 0,
+    record: Path | None = None,
+    keep_alive_s: float = 3.0,
+    make: type[Actor] = Actor,
+    **options: Any,
 ) -> Iterator[Stage]:
     """A served actor on loopback, in a thread of its own. `options` are the fields of `Actor`."""
-    actor = Actor(Text.load(options.get("folder", TINY)), **options)
+    actor = make(Text.load(options.get("folder", TINY)), **options)
     sock = bind("127.0.0.1", port)
     admin: Any = SimpleNamespace(
         key=KEY, status=lambda: {"model": "actor", "state": "ready", "reason": None, "deployments": []}

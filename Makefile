@@ -15,6 +15,8 @@
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
 # make apps     install coding agents, chat apps and client libraries, run each, print a table (needs npm);
 #               APPS_ARGS="--only codex,claude" for some
+# make peers    tests of vLLM, llama.cpp, Ollama and others, fetched and run against the endpoint (nightly; needs
+#               npm and git); PEERS_ARGS="--only vllm" for some
 #
 # Needs uv, or Python 3.11 to 3.14. Everything is installed into .venv, within constraints.txt, and only with a
 # hash that stands in hashes.txt.
@@ -35,9 +37,10 @@ FUZZ_ARGS ?=
 MUTANTS_ARGS ?=
 SOAK_ARGS ?=
 APPS_ARGS ?=
+PEERS_ARGS ?=
 RELEASE_ARGS ?=
 
-.PHONY: setup demo quick test test-all test-groups test-others lint bench chaos coverage format fuzz mutants soak apps images reference package release fresh clean
+.PHONY: setup demo quick test test-all test-groups test-others lint bench chaos coverage format fuzz mutants soak apps peers images reference package release fresh clean
 
 setup: $(STAMP)
 
@@ -105,6 +108,9 @@ soak: setup
 
 apps: setup
 	$(BIN)/python -m tests.apps $(APPS_ARGS)
+
+peers: setup
+	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 
 images: setup
 	$(BIN)/python scripts/images.py

@@ -1,0 +1,1 @@
+"""Other projects' own tests against this endpoint: `make peers`."""

@@ -342,7 +342,9 @@ def taken_fields() -> dict[str, set[str]]:
 
 def _fields() -> Iterator[str]:
     """Yield a table of fields: those that APIs take, by these APIs, and then the others, by reason."""
-    names, where = taken_fields(), field_names.APIS
+    own_section = ("embeddings", "ollama_embed", "rerank")
+    where = {api: words for api, words in field_names.APIS.items() if api not in own_section}
+    names = {api: fields for api, fields in taken_fields().items() if api in where}
     own = {
         (api, name) for row in field_names.OTHERS for api in row.apis.split() for name in row.names.split()
     }

@@ -18,7 +18,7 @@ APIS: Mapping[str, str] = {
     "responses": "`/v1/responses`",
     "messages": "`/v1/messages`",
     "ollama": "`/api/chat`, `/api/generate`",
-    "options": "`options` of Ollama",
+    "options": "Ollama's `options`",
     "stream_options": "`stream_options`",
     "embeddings": "`/v1/embeddings`",
     "ollama_embed": "`/api/embed`",

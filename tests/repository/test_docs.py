@@ -117,10 +117,12 @@ OTHERS: Mapping[str, str] = {
     "curl -X POST http://localhost:52415/v1/chat/completions": (
         "tests/clients/test_examples.py::test_what_the_readme_asks_is_answered"
     ),
+    "lm_eval": "tests/peers/suites.py::by_lm_eval",
     "make demo": ".ci/run",
     "make lint": ".ci/run",
     "make test": ".ci/run",
     "make": "tests/repository/test_docs.py::test_make_is_told_what_it_understands",
+    "pip install lm_eval[api]": "tests/peers/suites.py::by_lm_eval",
     "source .venv/bin/activate": (
         "tests/repository/test_docs.py::test_an_activated_environment_has_the_command"
     ),

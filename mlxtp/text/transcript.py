@@ -150,8 +150,7 @@ class Transcript:
         self._finder = finder
         self._channels = None if plan is None else AnswerParser(plan, finder)
         self._calls = None if plan is None else plan.calls
-        self._scored = scored or named
-        self._named = named and not scored
+        self._scored = "scored" if scored else "named" if named else ""
         self.silent = silent
         self._choice = choice
         self._prompt: list[Scored] = []  #: scores of the prompt that are not told yet
@@ -194,7 +193,7 @@ class Transcript:
             self.tokens.extend(tokens)
             text = self._detokenizer.push(tokens)
             return [ContentDelta(self._choice, text)] if text else []
-        if self._named:
+        if self._scored == "named":
             scores = [UNSCORED] * len(tokens)
         if self._scored and len(scores) != len(tokens):
             raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")

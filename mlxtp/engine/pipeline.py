@@ -553,14 +553,23 @@ class Border:
         self._handing_on = (hidden, *pieces)
         return pieces[-1]
 
-    def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
+    def submit(self, forward: int, after: HiddenStates, *arrays: Any, told: Any = ()) -> None:
+        """Compute `arrays`. `told`: what rank 0 alone needs.
+
+        MLX orders a graph by all arrays that it is asked for: with rank 0's own among them, its collectives
+        have been in another order than on other ranks.
+        """
         if self.stage is None:
             began = time.monotonic()
             mx.async_eval(*arrays)
+            if told:
+                mx.async_eval(told)
             self.queued_s = time.monotonic() - began
             return
         # Copy the handles, because a later forward may assign to them.
-        self._held.append(_HeldForward(forward, self.tokens.needs, after, deepcopy(arrays), self._handing_on))
+        self._held.append(
+            _HeldForward(forward, self.tokens.needs, after, deepcopy((*arrays, told)), self._handing_on)
+        )
         self.tokens.needs, self._handing_on = 0, ()
         self._go_on()
 

@@ -295,7 +295,8 @@ class Runner:
                 embeddings = self._model.embedded(chosen) if embeddings is None else embeddings
                 pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
-            self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
+            arrays = self._batch.arrays(rows)
+            self.border.submit(self.forwards, received, chosen, arrays, proposed, told=scores)
             outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, _one(proposed))
             self._inputs.chose(outcome, embeddings)
             return outcome
@@ -434,7 +435,9 @@ class Runner:
         which, top = mx.array(rows), max([frame.prompts[row].scores for row in rows])
         scores = self._vocabulary.scores(local[which], targets[which], top)
         known = [frame.widths[row] - (not frame.unfinished) for row in rows]
-        return at_ends(local, ends), {
+        # No rank exchanges what the choice needs before these scores.
+        (ended,) = mx.depends([at_ends(local, ends)], list(scores))
+        return ended, {
             frame.rows[row]: (scores[0][at, :count], scores[1][at, :count], scores[2][at, :count])
             for at, (row, count) in enumerate(zip(rows, known, strict=True))
         }
@@ -464,7 +467,7 @@ class Runner:
             found = remember(embeddings)
             if frame.drafts and found is not None:
                 proposed = [self._vocabulary.winners(self._vocabulary.logits(found))[0]]
-        self.border.submit(self.forwards, after, tokens, scores, prompts, arrays(), proposed)
+        self.border.submit(self.forwards, after, tokens, prompts, arrays(), proposed, told=scores)
         outcome = Chosen(tokens, rows, widths, scores, self.forwards, None, _one(proposed), prompts)
         self._inputs.joined(outcome, embeddings)
         return outcome

@@ -66,3 +66,20 @@ def test_no_token_is_generated_where_none_is_wanted(cluster: Cluster) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("The sky is", "length")
     assert len(choice["logprobs"]["tokens"]) == found["usage"]["prompt_tokens"]
     assert found["usage"]["completion_tokens"] == 0
+
+
+def test_what_rank_0_alone_computes_changes_no_order_of_what_ranks_exchange(cluster: Cluster) -> None:
+    """With its scores among what a step computes, a rank took another forward's numbers for this one's."""
+    dice, epoch = Random(2), cluster.epoch
+    prompts = [
+        [dice.randrange(6, 500) for _ in range(dice.choice((2, 2, 3, 5, 9, 20, 25)))] for _ in range(150)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        sizes = [dice.choice((3, 8)) for _ in prompts]
+        list(
+            pool.map(
+                lambda each: complete(cluster, each[0], logprobs=2, max_tokens=each[1]),
+                zip(prompts, sizes, strict=True),
+            )
+        )
+    assert cluster.epoch == epoch

@@ -16,7 +16,7 @@ from .request_body import BodySchema, not_supported, wrong
 Format = Mapping[str, Any]
 
 RESPONSE_FORMAT = "response_format"
-_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)  # linear in the text's length
 
 
 class ConstrainedBody(BodySchema):

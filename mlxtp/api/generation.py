@@ -367,9 +367,9 @@ class Generation:
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
         given = _given(ask)
+        budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         if guided and given is not None:
             shaping = replace(shaping, grammar_begun=_begun(text, prompts[0], given.text))
-        budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_scores(sum(map(len, prompts)) * options.n, options)
         settings.check_min_tokens(shaping.min_tokens, options.max_tokens)
         shaping = replace(shaping, min_tokens=min(shaping.min_tokens, *budgets))

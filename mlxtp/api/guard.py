@@ -239,7 +239,8 @@ def scope_of(method: str, path: str) -> str | None:
         return SHARED_ADMIN.get(path)
     if path == "/metrics":
         return METRICS
-    return "" if method in ("GET", "HEAD", "OPTIONS") else CHAT
+    stops = "/responses/" in path and (method == "DELETE" or path.endswith("/cancel"))
+    return "" if stops or method in ("GET", "HEAD", "OPTIONS") else CHAT
 
 
 def is_admin(path: str) -> bool:

@@ -28,6 +28,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from ..admission_counter import AdmissionCounter
 from ..errors import Code, ConfigError
@@ -312,9 +313,13 @@ class HttpConnection(H11Protocol):
 
 
 class SocketConnection(WebSocketsSansIOProtocol):
-    """WebSocket. `before`: the HTTP connection that it was, which has its place and watches its reading."""
+    """WebSocket. `before`: the HTTP connection that it was, which has its place and watches its reading.
+
+    A client that sends more than MOST_SMALL parts of messages, pings and pongs in a minute is cut off.
+    """
 
     before: HttpConnection
+    _small, _since = 0, 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -322,6 +327,26 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         Context().run(super().data_received, data)
+
+    def handle_cont(self, event: Frame) -> None:
+        if self._few():
+            super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        if self._few():
+            super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        if self._few():
+            super().handle_pong(event)
+
+    def _few(self) -> bool:
+        if (now := self.loop.time()) - self._since > 60.0:
+            self._small, self._since = 0, now
+        self._small += 1
+        if self._small == MOST_SMALL + 1:
+            self.before._cut(f"sent more than {MOST_SMALL} small frames")
+        return self._small <= MOST_SMALL
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -237,7 +237,7 @@ async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[Whole
         whole = wholes[event.choice]
         whole.see(event)
         if isinstance(event, ContentDelta) and event.prompt:
-            whole.prompt = event.scores
+            whole.prompt.extend(event.scores)
         elif isinstance(event, ContentDelta):
             whole.scores.extend(event.scores)
     return wholes

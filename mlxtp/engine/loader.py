@@ -614,6 +614,7 @@ def _bare_classes(config: Config) -> tuple[Any, Any]:
     def sanitize(self: Any, weights: dict[str, mx.array]) -> Any:
         if not any(name.startswith("model.") for name in weights):
             weights = {f"model.{name}": array for name, array in weights.items()}
+        weights = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
         return getattr(super(whole, self), "sanitize", dict)(weights)
 
     own = {"sanitize": sanitize, "__module__": module.__name__}

@@ -143,6 +143,7 @@ class PoolingRequests:
         self._jobs: dict[int, _Job] = {}
         self._turns = FairQueue()
         self._overtaking = 0  # forwards of interactive requests in a row while a batch request waits
+        self._begun = 0  # uid of a request whose long text has a KV cache: it goes on first
 
     def add(self, request: msg.Generate) -> None:
         job = _Job(request, self._pooler.forwards(request), left=len(request.pooling.lengths))
@@ -163,6 +164,8 @@ class PoolingRequests:
         job.turn = self._turns.following(whose, own)
 
     def _choose(self) -> _Job:
+        if (begun := self._jobs.get(self._begun)) is not None:
+            return begun
         batch = [job for job in self._jobs.values() if job.request.batch]
         others = [job for job in self._jobs.values() if not job.request.batch]
         overtaken = bool(batch) and self._overtaking >= MOST_OVERTAKING
@@ -181,6 +184,7 @@ class PoolingRequests:
         self._turns.record((job.request.client, job.request.batch), job.turn)
         self._status.launched("prefill", self._pooler.most, time.monotonic())
         places, vectors = next(job.forwards)
+        self._begun = uid if vectors is None else 0
         data, finite = b"", True
         if vectors is not None:
             found: Any = vectors  # mlx's arrays are buffers, which its types do not say

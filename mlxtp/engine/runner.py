@@ -291,12 +291,14 @@ class Runner:
 
         def end(chosen: mx.array, embeddings: mx.array | None, scores: Scores) -> Chosen:
             proposed: list[mx.array] = []
+            ahead: list[mx.array] = []  # a sum over all ranks, never left for a later graph
             if self._model.head is not None and drafts != RESTS:
                 embeddings = self._model.embedded(chosen) if embeddings is None else embeddings
+                ahead = [embeddings]
                 pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
             arrays = self._batch.arrays(rows)
-            self.border.submit(self.forwards, received, chosen, arrays, proposed, told=scores)
+            self.border.submit(self.forwards, received, chosen, arrays, proposed, ahead, told=scores)
             outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, _one(proposed))
             self._inputs.chose(outcome, embeddings)
             return outcome

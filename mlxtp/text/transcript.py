@@ -19,6 +19,7 @@ from .json_limits import parsed
 from .token_bytes import Detokenizer
 
 Scored = tuple[int, TokenScore]
+SCORES_AT_ONCE = 500  # of a prompt in one event
 UNSCORED = TokenScore(0.0, ())  #: of a token that is only named
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -79,7 +80,7 @@ class WholeAnswer:
         self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: consecutive deltas of one kind
         self._calls: list[tuple[CallBegan, list[str]]] = []
         self.scores: list[Scored] = []  #: kept by its reader, if at all
-        self.prompt: Sequence[Scored] = ()  #: scores of the prompt's tokens, but for its first
+        self.prompt: list[Scored] = []  #: scores of the prompt's tokens, but for its first
         self.finish: Finish  #: the last event, once it has arrived
 
     def see(self, event: AnswerEvent) -> None:
@@ -217,7 +218,8 @@ class Transcript:
     def prompt_scores(self) -> list[AnswerEvent]:
         """Return the events before the answer's first token, once."""
         scores, self._prompt = self._prompt, []
-        return [ContentDelta(self._choice, "", scores, prompt=True)] if scores else []
+        parts = [scores[at : at + SCORES_AT_ONCE] for at in range(0, len(scores), SCORES_AT_ONCE)]
+        return [ContentDelta(self._choice, "", part, prompt=True) for part in parts]
 
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
         parts: list[AnswerPart] = []

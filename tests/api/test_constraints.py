@@ -130,3 +130,8 @@ def test_errors_have_the_client_s_name(loaded: dict[str, Loaded]) -> None:
         with pytest.raises(RequestError) as caught:
             told()
         assert caught.value.param == next(iter(fields))
+
+
+def test_a_grammar_of_empty_lines_takes_linear_work() -> None:
+    """A search that begins anew at each line would take hours."""
+    assert parse(grammar="\n" * 1_000_000).options.format == {"type": "lark", "grammar": "\n" * 1_000_000}

@@ -8,6 +8,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from socket import create_connection
 from typing import Any
@@ -126,6 +127,22 @@ def test_one_message_waits_and_a_second_ends_the_socket(server: Server) -> None:
             heard(socket)
     assert socket.close_code == 1008
     assert server.backend.all_closed()
+
+
+def test_who_sends_many_pings_or_parts_is_cut(server: Server) -> None:
+    for ping in (True, False):
+        with opened(server) as socket:
+            ping_or_part = (
+                socket.protocol.send_ping if ping else partial(socket.protocol.send_continuation, fin=False)
+            )
+            if not ping:
+                socket.protocol.send_text(b"{", fin=False)
+            for _ in range(server_module.MOST_SMALL + 10):
+                ping_or_part(b"")
+            with contextlib.suppress(OSError):
+                socket.socket.sendall(b"".join(socket.protocol.data_to_send()))
+            with pytest.raises((ConnectionClosed, ConnectionError)):
+                socket.recv(WAIT_S)
 
 
 def test_messages_have_a_size_and_clients_a_number_of_sockets(server: Server) -> None:

@@ -135,6 +135,24 @@ def test_clients_take_turns_at_forwards() -> None:
     assert requests.next() is None
 
 
+class Long(Counting):
+    """A text takes three forwards, over a KV cache that it keeps."""
+
+    def forwards(self, request: msg.Generate) -> Iterator[Ready]:
+        for place in range(len(request.pooling.lengths)):
+            yield from [((), None)] * 2
+            yield (place,), mx.array([[1.0]])
+
+
+def test_one_long_text_at_a_time_holds_a_cache() -> None:
+    requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
+    for uid in (1, 2):
+        requests.add(asked(uid, [[5]], client=uid))
+    requests.next()
+    requests.add(asked(3, [[5]], client=3))
+    assert order(requests) == [1, 1, 2, 2, 2, 3, 3, 3]
+
+
 def test_a_batch_request_waits_for_others_but_not_for_ever() -> None:
     requests = counting()
     requests.add(replace(asked(1, [[5]]), batch=True))

@@ -40,19 +40,19 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 3_948,
     "admin": 1_714,
-    "api": 12_055,
+    "api": 12_092,
     "cli": 5_421,
     "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 12_101,
+    "engine": 12_108,
     "gateway": 1_787,
     "groups": 5_897,
     "identity": 1_222,
     "models": 3_298,
     "placement": 4_125,
     "service": 611,
-    "text": 5_342,
+    "text": 5_344,
     "wire": 4_184,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.

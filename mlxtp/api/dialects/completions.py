@@ -191,19 +191,24 @@ class CompletionWriter(SseWriter):
     def __init__(self, about: About) -> None:
         super().__init__(about, "cmpl", "text_completion", about.ask.dialect.include_usage)
         self._logprobs = [Logprobs(about) for _ in range(about.choices)]
+        self._unechoed = set(range(about.choices))  # choices whose scored prompt is not sent yet
 
     def begin(self) -> bytes:
-        about = self.about
-        texts = ["" if _echoed(about, choice) else _echo(about, choice) for choice in range(about.choices)]
-        ids = [_prompt_ids(about, choice) for choice in range(about.choices)]
-        parts = enumerate(zip(texts, ids, strict=True))
-        return b"".join([self._chunk(i, text, inside=own) for i, (text, own) in parts if text or own])
+        about, found = self.about, b""
+        for choice in range(about.choices):
+            echoed, ids = _echoed(about, choice), _prompt_ids(about, choice)
+            text = "" if len(echoed) > 1 else _echo(about, choice)  # else it follows with its scores
+            known = self._logprobs[choice].of((), echoed) if len(echoed) == 1 else None
+            found += self._chunk(choice, text, known, inside=ids) if text or ids else b""
+        return found
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
             case ContentDelta(choice, scores=scores, prompt=True):
-                own = self._logprobs[choice].of(scores, _echoed(self.about, choice))
-                return self._chunk(choice, _echo(self.about, choice), own)
+                begins = choice in self._unechoed
+                self._unechoed.discard(choice)
+                own = self._logprobs[choice].of(scores, _echoed(self.about, choice) if begins else ())
+                return self._chunk(choice, _echo(self.about, choice) if begins else "", own)
             case ContentDelta(choice, text, scores):
                 known = self._logprobs[choice].of(scores) if scores and _shows_scores(self.about) else None
                 ids = self.tokens(choice, scores)

@@ -67,10 +67,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 
 #: A duration in Go's format, such as "1h30m".
-_DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
+_DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
 _Duration = Annotated[str, Field(pattern=f"^{_DURATION.pattern}$")]
 _PARTS = re.compile(r"([0-9.]+)([a-zµμ]+)")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_MOST_DURATION = 64  # characters
 _FOREVER_S = 1e9  # seconds; a longer time counts as endless
 
 
@@ -80,7 +81,7 @@ def _keep_alive(value: object) -> float | None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
         return float(value) if 0 <= value < _FOREVER_S else -1.0
-    if isinstance(value, str) and _DURATION.fullmatch(value):
+    if isinstance(value, str) and len(value) <= _MOST_DURATION and _DURATION.fullmatch(value):
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PARTS.findall(value))
         return _keep_alive(-seconds if value.startswith("-") else seconds)
     raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')

@@ -17,6 +17,8 @@ from .responses_store import ResponseStore, StoredResponse
 
 RUNNING = ("queued", "in_progress")  #: Statuses of a response that is not over.
 
+EVENTS_AT_ONCE = 64  # of a stored stream, for a slow reader
+
 
 class BackgroundResponse(Response):
     """The first reply to a request, and then its work, which needs no client.
@@ -75,7 +77,7 @@ async def over(kept: StoredResponse) -> None:
 async def _events(kept: StoredResponse, at: int) -> AsyncGenerator[bytes]:
     assert kept.events is not None
     while True:
-        if found := kept.events[at:]:
+        if found := kept.events[at : at + EVENTS_AT_ONCE]:
             at += len(found)
             yield b"".join(found)
         elif kept.cancel is None:

@@ -19,6 +19,7 @@ from ...errors import RequestError
 from ...text.conversation import GenerationRequest
 from ...text.tokenizer import Text
 from ..adapter import Json, Operation, compact
+from ..catalog import TooLong
 from ..generation import AnyModel, Generation, Handler
 from ..prompts import WrittenPrompts, written
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, wrong
@@ -90,7 +91,7 @@ def parse_template(body: bytes) -> GenerationRequest:
 
 
 def _chat(body: bytes, asked: Any, messages: Sequence[MessageInput]) -> GenerationRequest:
-    """Read a chat, which may also end without the beginning of an answer."""
+    """Read a chat. It may also end without the beginning of an answer."""
     own = asked.model_fields_set - ChatRequest.model_fields.keys()
     if asked.add_generation_prompt is False and messages[-1].role != "assistant":
         own |= {"add_generation_prompt"}
@@ -110,6 +111,8 @@ def _body(asked: Any, text: Text, model: AnyModel, found: WrittenPrompts) -> Jso
     [tokens] = found.tokens
     if isinstance(asked, TemplateRequest):
         return {"prompt": found.texts[0]}
+    if len(tokens) > model.context:
+        raise TooLong(len(tokens), model.context)
     if isinstance(asked, DetokenizeRequest):
         for i, each in enumerate(tokens):
             if text.name(each) == (f"<{each}>", None):  # as it names what is none

@@ -15,6 +15,7 @@ from openai.types import Completion
 from mlxtp.api.backend import Sampling, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.dialects.completions import Logprobs
 from mlxtp.errors import GroupError
+from mlxtp.text import transcript
 from mlxtp.text.conversation import GenerationOptions, TokenScore
 
 from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Script, Server, says, says_scored, score, then
@@ -186,7 +187,7 @@ def says_prompt(prompt: list[int], tokens: list[int]) -> Script:
     """Scores of a prompt in two parts, then an answer with scores."""
 
     async def script() -> AsyncIterator[TokenEvent]:
-        for part in (prompt[1:3], prompt[3:]):
+        for part in filter(None, (prompt[1:3], prompt[3:])):
             yield Tokens(tuple(part), tuple([score(token, 2) for token in part]), prompt=True)
         for token in tokens:
             yield Tokens((token,), (score(token, 2),))
@@ -217,6 +218,23 @@ def test_a_prompt_is_echoed_with_its_scores(server: Server) -> None:
     assert "".join([part["text"] for part in parts]) == choice["text"]
     told = [part["logprobs"] for part in parts if part["logprobs"]]
     assert {key: [each for one in told for each in one[key]] for key in found} == found
+
+
+def test_a_prompt_of_one_token_is_echoed_in_a_stream(server: Server) -> None:
+    [token] = server.ids("wide")[:1]
+    asked = {"prompt": [token], "echo": True, "logprobs": 0, "max_tokens": 1}
+    server.backend.script = says_prompt([token], [token])
+    [choice] = post(server, asked).json()["choices"]
+    *chunks, _ = data_of(post(server, asked | {"stream": True}))
+    parts = [part for chunk in chunks for part in json.loads(chunk)["choices"]]
+    assert "".join([part["text"] for part in parts]) == choice["text"]
+    told = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert [each for one in told for each in one["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+def test_many_scores_of_a_prompt_are_sent_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcript, "SCORES_AT_ONCE", 1)
+    test_a_prompt_is_echoed_with_its_scores(server)
 
 
 def test_a_prompt_is_scored_without_an_answer(server: Server) -> None:

@@ -314,6 +314,7 @@ def test_a_stop_string_ends_the_answer(thinker: Server, stop: Any) -> None:
         ({"options": []}, "options should be an object, got []"),
         ({"keep_alive": "soon"}, 'keep_alive should be a number of seconds or a duration such as "5m"'),
         ({"keep_alive": True}, "keep_alive should be"),
+        ({"keep_alive": "1" * 60_000}, "keep_alive should be"),
         ({"think": "hard"}, "think should be true, false or one of low, medium, high, max"),
         ({"format": "xml"}, 'format should be "json" or a JSON schema (an object), got "xml"'),
         ({"messages": [{"role": "robot", "content": "x"}]}, 'messages[0].role: "robot" is none of'),

@@ -262,7 +262,8 @@ def responses(data: bytes) -> None:
 
 
 _STORE = ResponseStore()
-_STORE.put("", "resp_0", b"[]", [{"type": "message", "id": "msg_0_0", "role": "assistant", "content": []}])
+_SAID = {"type": "message", "id": "msg_0_0", "role": "assistant", "content": []}
+_STORE.put("", "resp_0", b"[]", {"status": "completed", "output": [_SAID]})
 
 
 def continued(data: bytes) -> None:
@@ -294,7 +295,8 @@ def _asked(asked: GenerationRequest) -> None:
             stops.push(message["content"].encode().decode())
     tokens = catalog.token_budget(wish.max_tokens, (5, 6), _MODEL)
     settings.check_min_tokens(shaping.min_tokens, tokens)
-    encode(Generate(1, (5, 6), tokens, sampling, shaping, wish.logprobs, wish.ignore_eos), 1, 1)
+    wanted = {"logprobs": wish.logprobs, "ignore_eos": wish.ignore_eos}
+    encode(Generate(1, (5, 6), tokens, sampling, shaping, **wanted), 1, 1)
 
 
 _HELLO = {"messages": [{"role": "user", "content": "hi"}]}

@@ -109,7 +109,7 @@ def test_a_page_that_is_not_on_the_list_gets_nothing(
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_page_of_another_program_on_this_mac_cannot_ask_blindly(
+def test_a_page_that_is_not_of_this_mac_cannot_ask_blindly_and_one_that_is_may_ask(
     backend: FakeBackend, tmp_path: Path, page: Page, host: str
 ) -> None:
     """Such a request asks nothing beforehand, and its answer stays hidden from the page."""
@@ -118,6 +118,9 @@ def test_a_page_of_another_program_on_this_mac_cannot_ask_blindly(
       return (await fetch(url, { mode: "no-cors", ...how })).type;
     }"""
     with door(backend, tmp_path, rule="never") as server:
+        assert ask(page, server, "")["status"] == 200
+        backend.requests.clear()
+        page.goto(origin(page).replace("localhost", "foreign.localhost"))
         url = f"http://{host}:{server.port}"
         body = json.dumps({"model": "default", "messages": BODY["messages"]})
         assert page.evaluate(blind, [f"{url}/v1/chat/completions", body]) == "opaque"

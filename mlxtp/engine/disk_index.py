@@ -89,9 +89,7 @@ class DiskIndex:
         """Begin to fetch a prompt's blocks from disk; None unless they save a block more than `hit`."""
         hangs = any(each.phase == "late" for each in self._fetches.values())
         busy = hangs or len(self._fetches) >= MAX_FETCHES
-        if (
-            self._blocks is None or sequence.disk.asked or busy or not sequence.reusable
-        ):  # a sequence tries once
+        if self._blocks is None or sequence.disk.asked or busy or sequence.scores >= 0:  # it tries once
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)

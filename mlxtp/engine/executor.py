@@ -67,9 +67,8 @@ class Result:
     took_s: float  # since the previous forward ended, or since this one began
     at_s: float  # when the tokens were known (monotonic)
     drafts: tuple[tuple[int, ...], ...] = ()  # the MTP head's proposals for each row
-    prompts: Mapping[int, Sequence[Score]] = field(
-        default_factory=dict
-    )  # of the tokens after each of a prompt's
+    # scores by uid of the tokens after each of a prompt's
+    prompts: Mapping[int, Sequence[Score]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)

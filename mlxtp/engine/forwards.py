@@ -133,10 +133,8 @@ class ModelForwards:
         cache and returns the head's output at `ends`. Its argument: embeddings [rows, 1, hidden] of the next
         tokens, or None for `following`.
         """
-        head, forward = (
-            self.head,
-            partial(self._vocabulary.forward, self._model, ends=None if every else ends),
-        )
+        head, wanted = self.head, None if every else ends
+        forward = partial(self._vocabulary.forward, self._model, ends=wanted)
         if head is None:
             return forward(tokens, list(caches), given=given), lambda _: None
         length = tokens.shape[1]

@@ -397,7 +397,7 @@ class KVCacheManager:
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
         """Return True if one of `others` will soon have computed more of this prompt than caches hold."""
-        if not (self._keeps and others and sequence.reusable):
+        if not (self._keeps and others) or sequence.scores >= 0:
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
         if not self._prefixes.truncatable:

@@ -590,10 +590,8 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
     try:
         with as_mlx_lm_reads(folder) as alone:
             whole = headless(vector_model(folder, config))
-            more, classes = (
-                {**quantizations(config), **whole},
-                {"get_model_classes": _bare_classes} if whole else {},
-            )
+            more = {**quantizations(config), **whole}
+            classes = {"get_model_classes": _bare_classes} if whole else {}
             model, config = load_model(
                 alone, lazy=True, strict=True, model_config=more, trust_remote_code=False, **classes
             )

@@ -234,9 +234,8 @@ class PromptPart:
     save: int = _f(integer(0, U32), default=0)  #: uid of a copy of the KV cache so far; not of a whole prompt
     covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
     following: int = _f(integer(0, 2**31 - 1), default=0)  #: the next token; 0 in the last part
-    scores: int = _f(
-        integer(-1, MAX_TOP_LOGPROBS), default=-1
-    )  #: of the tokens after each of these; -1: none
+    #: Alternatives in the scores of the tokens after each of these; -1: no scores.
+    scores: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)
 
 
 class Forward(Message, number=0x08, sparse=True):

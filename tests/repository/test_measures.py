@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 12_108,
+    "engine": 12_101,
     "gateway": 1_787,
     "groups": 5_897,
     "identity": 1_222,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_125,
     "service": 611,
     "text": 5_344,
-    "wire": 4_184,
+    "wire": 4_183,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.
 

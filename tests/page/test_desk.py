@@ -284,14 +284,24 @@ def test_open_requests_with_their_speed_and_cached_share(site: Site, visit: Visi
 
 
 def test_senders_are_shown_to_those_alone_who_may_see_the_use_of_keys(site: Site, visiting: Any) -> None:
-    site.show(running=[request(7, "writing")])
-    site.admin.senders = [{"number": 7, "key": "guest", "app": "claude-cli"}]
+    """They are shown as soon as they are read, although nothing else changes then."""
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
     without: Visit = visiting("#desk")
-    without.shows("Writing", "#requests")
     visit: Visit = visiting(ADMIN)
     visit.open("desk")
-    site.show(running=[request(7, "writing", tokens=5)])
+    site.admin.senders = [{"number": 7, "key": "guest", "app": "claude-cli"}]
+    site.show(running=[request(7, "writing")])
+    visit.page.route("**/admin/keys", hold)
+    with visit.page.expect_request("**/admin/keys"):
+        visit.page.reload()
+    visit.shows("Writing", "#requests")
+    held.pop().continue_()
     visit.shows("guest, claude-cli", "#requests")
+    without.shows("Writing", "#requests")
     assert "guest" not in without.text("#requests")
 
 

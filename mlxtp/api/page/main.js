@@ -22,6 +22,12 @@ function showAll(news = false) {
   if (shows("models")) showModels();
 }
 
+/** Draw what else than the agent's state has changed. */
+function drawAgain() {
+  redraw();
+  showAll();
+}
+
 function showState({ now, connected, locked, problem }) {
   const state = by("state");
   state.dataset.state = connected ? now.state : "unknown";
@@ -43,15 +49,12 @@ function showState({ now, connected, locked, problem }) {
 for (const each of document.querySelectorAll("[data-icon]")) each.prepend(icon(each.dataset.icon));
 onShow(() => showAll());
 new ResizeObserver(() => showAll()).observe(by("desk"));
-onRights(() => {
-  redraw();
-  showAll();
-});
+onRights(drawAgain);
 by("unlock").addEventListener("click", () => askForApiKey(cluster.locked));
 startShell();
 startChat();
 startAdmin();
-startUsage();
+startUsage(drawAgain);
 startModels();
 onMoment((moment) => {
   showState(moment);

@@ -10,8 +10,11 @@ let lookedAt = -Infinity;
 let refused = false;
 let senders = new Map(); // number of an open request -> its key and program
 let shown = ""; // the last rows, which are redrawn only on changes
+let onSenders = () => {};
 
-export function startUsage() {
+/** Begin. `changed` is called when the senders of open requests have been read. */
+export function startUsage(changed) {
+  onSenders = changed;
   keys.onKeys(() => {
     lookedAt = -Infinity;
     refused = false;
@@ -32,6 +35,7 @@ export async function showUsage() {
     if (key !== keys.admin()) return;
     show(used.keys ?? []);
     senders = new Map((used.requests ?? []).map((each) => [each.number, each]));
+    onSenders();
   } catch (error) {
     if (key === keys.admin()) refused = error.status === 401 || error.status === 403;
   }

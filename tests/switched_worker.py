@@ -1,7 +1,8 @@
 """`python -m tests.switched_worker SWITCHES MODULE <arguments>`: a rank of MODULE with other rules.
 
 SWITCHES is a JSON object. `prefix_cache` false: no prompt begins with caches of another. `compiled` false: no
-graph is traced. `agreement` "broadcast": rank 0 chooses every token.
+graph is traced. `agreement` "broadcast": rank 0 chooses every token. `orders`: how many arrays wide MLX goes
+through a graph, by rank; it changes the order of all in it that does not depend on each other.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-SWITCHES = frozenset({"prefix_cache", "compiled", "agreement"})
+SWITCHES = frozenset({"prefix_cache", "compiled", "agreement", "orders"})
 
 
 def main() -> None:
     switches = json.loads(sys.argv.pop(1))
     if not switches.get("compiled", True):
         os.environ["MLX_DISABLE_COMPILE"] = "1"
+    if orders := switches.get("orders"):
+        os.environ["MLX_BFS_MAX_WIDTH"] = str(orders[int(sys.argv[sys.argv.index("--rank") + 1])])
     from mlxtp.engine import executor, requests
 
     cache_kind, policy = executor.CacheKind, requests.Policy

@@ -19,6 +19,7 @@ from mlx_lm.utils import load_model
 
 from mlxtp.description import from_text
 from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import kv_sizes, make_cache, read_config
 from mlxtp.engine.pipeline import (
     Border,
@@ -514,3 +515,11 @@ def test_rank_0_sends_the_next_chunk_of_a_prompt_before_it_waits_for_the_one_on_
     border.flush(2)
     border.supply(2, ())
     assert held(border) == [3]
+
+
+def test_rank_0_asks_for_its_own_apart_from_what_all_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: asked.append(arrays))
+    tokens, caches, scores = mx.ones(1), [mx.ones(2)], {1: mx.ones(3)}
+    Border(None, LoneGroup()).submit(1, arrived(1), tokens, caches, told=scores)
+    assert asked == [(tokens, caches), (scores,)]

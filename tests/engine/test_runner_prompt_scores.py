@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -59,3 +60,15 @@ def test_each_token_has_the_score_of_mlx_lms_logits(tmp_path: Path, family: str)
     assert together.prompts.keys() == {1, 3}
     check(together.prompts, prompts, folder)
     assert tokens_of(together) == chosen
+
+
+def test_a_choice_depends_on_the_scores_of_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing says which of both are exchanged first."""
+    folder = folder_of(tmp_path, "llama")
+    runner, graph = runner_of(folder), io.StringIO()
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    found = runner.run(scored(joint({1: (7, 8, 9)}), 1))
+    mx.export_to_dot(graph, found.tokens)
+    assert "Depends" in graph.getvalue()

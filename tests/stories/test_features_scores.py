@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -68,18 +69,23 @@ def test_no_token_is_generated_where_none_is_wanted(cluster: Cluster) -> None:
     assert found["usage"]["completion_tokens"] == 0
 
 
-def test_what_rank_0_alone_computes_changes_no_order_of_what_ranks_exchange(cluster: Cluster) -> None:
-    """With its scores among what a step computes, a rank took another forward's numbers for this one's."""
-    dice, epoch = Random(2), cluster.epoch
-    prompts = [
-        [dice.randrange(6, 500) for _ in range(dice.choice((2, 2, 3, 5, 9, 20, 25)))] for _ in range(150)
+def test_ranks_that_go_through_a_graph_in_other_orders_exchange_the_same(tmp_path: Path) -> None:
+    """A sum that was left for a later graph was exchanged for a number of that graph's own, with one rank's
+    scores among what it asked for.
+    """
+    dice = Random(2)
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"prompt_logprobs": 2},
+        {"logprobs": 2, "temperature": 0.8, "seed": 3},
+        {"presence_penalty": 1.0},
     ]
-    with ThreadPoolExecutor(8) as pool:
-        sizes = [dice.choice((3, 8)) for _ in prompts]
-        list(
-            pool.map(
-                lambda each: complete(cluster, each[0], logprobs=2, max_tokens=each[1]),
-                zip(prompts, sizes, strict=True),
-            )
-        )
-    assert cluster.epoch == epoch
+    wanted = [
+        kinds[at % 4]
+        | {"prompt": [dice.randrange(6, 500) for _ in range(dice.choice((2, 2, 3, 5, 9, 20, 25)))]}
+        | {"max_tokens": dice.choice((3, 8))}
+        for at in range(120)
+    ]
+    with Cluster(tmp_path, orders=[20, 1]) as cluster, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda each: complete(cluster, **each), wanted))
+        assert cluster.epoch == 1

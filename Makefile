@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # For what starts hundreds of processes, so that none compiles what another has compiled.
 MANY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
-EMO_ARGS ?=
+DEMO_ARGS ?=
 TEST_ARGS ?=
 RING ?= not chaos
 WORKERS ?= 2

@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..admission_counter import FairQueue
 from ..wire import messages as msg
 from .loader import ModelShare
+from .runner import clear_pool
 from .sequence import MOST_OVERTAKING
 from .sharding import Tap
 from .telemetry import RankTelemetry
@@ -189,6 +190,7 @@ class PoolingRequests:
         if vectors is not None:
             found: Any = vectors  # mlx's arrays are buffers, which its types do not say
             finite, data = bool(mx.isfinite(vectors).all().item()), bytes(memoryview(found))
+        clear_pool()  # each forward has other sizes
         self._status.settled(time.monotonic())
         self._status.stats.forwards += 1
         job.left -= len(places)

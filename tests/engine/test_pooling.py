@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
+from mlxtp.engine import pooling
 from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import ModelShare, load
 from mlxtp.engine.pooling import TOGETHER, Pooler, PoolingRequests, PoolingStep, Ready, batches
@@ -151,6 +152,14 @@ def test_one_long_text_at_a_time_holds_a_cache() -> None:
     requests.next()
     requests.add(asked(3, [[5]], client=3))
     assert order(requests) == [1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_the_buffers_of_each_forward_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(pooling, "clear_pool", lambda: freed.append(1))
+    requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
+    requests.add(asked(1, [[5]] * 2))
+    assert len(run(requests)) == len(freed) == 6
 
 
 def test_a_batch_request_waits_for_others_but_not_for_ever() -> None:

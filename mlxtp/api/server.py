@@ -167,6 +167,10 @@ MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
 #: Bytes of a small chunk of a body, and the most of them in one request: each is an event, and the event loop
 #: handles all that have arrived before anything else.
 SMALL_CHUNK, MOST_SMALL = 256, 1000
+_NO_HANDSHAKE = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%b"
+)
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
 
@@ -239,7 +243,14 @@ class HttpConnection(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._switched = True
         super().handle_websocket_upgrade(event)
-        cast(SocketConnection, self.transport.get_protocol()).before = self
+        socket = cast(SocketConnection, self.transport.get_protocol())
+        socket.before = self
+        if not socket.handshake_initiated:  # the parser of websockets refused the head, and said nothing
+            found: Any = socket.conn.handshake_exc
+            words = f"this request opens no WebSocket: {found.__cause__ or found!s:.200}"
+            body = json.dumps(error_body(words, Code.BAD_REQUEST.value, 400)).encode()
+            self.transport.write(_NO_HANDSHAKE % (len(body), body))
+            self.transport.close()
 
     def handle_events(self) -> None:
         """Handle events in an empty context: the caller's may belong to a finished request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import ssl
 import time
@@ -246,6 +247,34 @@ def test_who_does_not_read_is_cut(loaded: dict[str, Loaded]) -> None:
         socket.send(json.dumps({"type": "response.create", "input": "hello"}))
         assert backend.began.wait(WAIT_S)
         assert backend.all_closed()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("Content-Length: 5", "request body"),
+        ("Transfer-Encoding: chunked", "transfer"),
+        ("\r\n".join(f"x-{number}: 1" for number in range(130)), "more than 128 headers"),
+        (f"x: {'1' * 9000}", "8192"),
+    ],
+)
+def test_a_head_that_is_no_handshake_is_refused_at_once_and_gives_its_place_back(
+    loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch, lines: str, words: str
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_PER_ADDRESS", 1)
+    asked = f"GET {PATH} HTTP/1.1", "Host: localhost", "Connection: Upgrade", "Upgrade: websocket", lines
+    head = "\r\n".join((*asked, "", ""))
+    backend = FakeBackend(loaded[BYTE_LEVEL].text)
+    with on_loopback(create_app(backend)) as port:
+        for _time in range(2):
+            with create_connection(("127.0.0.1", port), WAIT_S) as tcp:
+                tcp.sendall(head.encode())
+                answer = http.client.HTTPResponse(tcp)
+                answer.begin()
+                error = json.loads(answer.read())["error"]
+                assert (answer.status, error["code"]) == (400, "invalid_request")
+                assert words in error["message"].lower()
+                assert tcp.recv(1) == b""
 
 
 def test_a_plain_get_is_told_to_upgrade_and_no_other_path_is_a_socket(server: Server) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ...admission_counter import AdmissionCounter
 from ...errors import Code, MlxtpError, RequestError
 from ...text.conversation import Call, GenerationRequest
 from ...text.transcript import (
@@ -44,7 +46,7 @@ from .responses_request import (
     parse_compact,
     parse_turn,
 )
-from .responses_store import ResponseStore, StoredResponse
+from .responses_store import MOST_READERS, MOST_READERS_OF_ONE, ResponseStore, StoredResponse
 
 # --- items of an answer -----------------------------------------------------------------------------------
 
@@ -522,6 +524,7 @@ class Responses(Adapter):
     def __init__(self, store: ResponseStore | None = None, clock: Callable[[], float] = time.time) -> None:
         self._store = ResponseStore() if store is None else store
         self._clock = clock
+        self._readers = AdmissionCounter(MOST_READERS, MOST_READERS_OF_ONE)
 
     @property
     def endpoints(self) -> Mapping[Operation, Handler]:
@@ -553,9 +556,7 @@ class Responses(Adapter):
         if socket is None:
             words = f"GET {PATH} opens a WebSocket; POST creates a response, GET {PATH}/ID reads one"
             raise RequestError(words, Code.METHOD_NOT_ALLOWED, status=426)
-        account = current()
-        client = address_of(request.client) if account is None else account.key_hash or account.origin
-        if why := socket.admit(client):
+        if why := socket.admit(_counted(request)):
             raise RequestError(f"{why}; close one", Code.OVERLOADED, status=429)
         socket.forget = partial(self._store.delete, _client(), socket.id)
         return Response(status_code=101)
@@ -570,7 +571,13 @@ class Responses(Adapter):
                 "only responses created with background and stream have events to read again; leave it out"
             )
             raise RequestError(f"stream: {words}", param="stream")
-        return replayed(kept, query.starting_after, generation.keep_alive_s)
+        if why := self._readers.admit(client := _counted(request)):
+            words = f"{why}: at most {MOST_READERS} streams of kept events are open on this Mac"
+            words += f", {MOST_READERS_OF_ONE} of one client; close one"
+            raise RequestError(words, Code.OVERLOADED, status=429)
+        reading = AsyncExitStack()
+        reading.callback(self._readers.release, client)
+        return replayed(kept, query.starting_after, generation.keep_alive_s, reading)
 
     async def _delete(self, _generation: Generation, request: Request) -> Response:
         kept = self._store.find(_client(), request.path_params["response_id"])
@@ -632,6 +639,12 @@ class Responses(Adapter):
             self._store.record(kept, response=response)
         elif wanted.input is not None:
             self._store.put(wanted.client, response["id"], wanted.input, response, wanted.socket)
+
+
+def _counted(request: Request) -> str:
+    """Return the client that open connections count for: the hash of its key, else its address."""
+    account = current()
+    return address_of(request.client) if account is None else account.key_hash or account.origin
 
 
 def _client() -> str:

@@ -33,7 +33,7 @@ class BackgroundResponse(Response):
         self._first = (
             Response(kept.body, media_type="application/json")
             if kept.events is None
-            else replayed(kept, -1, work.keep_alive_s)
+            else replayed(kept, -1, work.keep_alive_s, AsyncExitStack())
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,10 +62,12 @@ class BackgroundResponse(Response):
         _wake(self._kept)
 
 
-def replayed(kept: StoredResponse, after: int, keep_alive_s: float) -> AnswerStream:
-    """Return a stream of the events after that number, as far as they are there and as they come."""
-    nothing_to_close = AsyncExitStack()
-    return AnswerStream(_events(kept, after + 1), nothing_to_close, keep_alive_s, lambda: COMMENT, SSE)
+def replayed(kept: StoredResponse, after: int, keep_alive_s: float, reading: AsyncExitStack) -> AnswerStream:
+    """Return a stream of the events after that number, as far as they are there and as they come.
+
+    `reading` is closed at its end.
+    """
+    return AnswerStream(_events(kept, after + 1), reading, keep_alive_s, lambda: COMMENT, SSE)
 
 
 async def over(kept: StoredResponse) -> None:

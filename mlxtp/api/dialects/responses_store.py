@@ -21,6 +21,7 @@ AGE_S = 6 * 3600.0
 OVERHEAD_BYTES, EVENT_BYTES = 1024, 64
 #: Background responses of one client at a time.
 MOST_RUNNING = 16
+MOST_READERS, MOST_READERS_OF_ONE = 64, 16  #: Streams of stored events, of this Mac and of one client.
 
 
 @dataclass(eq=False, slots=True)
@@ -183,3 +184,5 @@ class ResponseStore:
         self._count(kept, -1)
         if kept.cancel is not None:
             kept.cancel()
+        elif kept.events is not None:
+            kept.events = []  # a slow reader would hold what no longer counts

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mlxtp.api.api_keys import LOOK_S
+from mlxtp.api.dialects.responses_store import MOST_READERS_OF_ONE
 from mlxtp.errors import Code, GroupError, RequestError
 
 from ..conftest import BYTE_LEVEL, FakeBackend, Loaded, Server, forever, says, serving, then
@@ -148,6 +151,34 @@ def test_it_is_open_for_its_key_until_it_is_over(loaded: dict[str, Loaded], tmp_
         for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
             found = [server.ask(method, f"{path}/{id_}{more}", **whose) for whose in (other, own)]
             assert [each.status_code for each in found] == [404, 200]
+
+
+def test_who_reads_is_counted_to_the_key_until_the_reading_ends(
+    loaded: dict[str, Loaded], tmp_path: Path
+) -> None:
+    path = "/v1/responses"
+    backend = FakeBackend(loaded[BYTE_LEVEL].text, then([70], forever))
+    with door(backend, tmp_path) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+        body: dict[str, Any] = {"input": "hello", "background": True, "stream": True}
+
+        def reads(key: str, id_: str) -> httpx.Response:
+            asked = client.build_request("GET", f"{path}/{id_}?stream=true", headers={"x-api-key": key})
+            return client.send(asked, stream=True)
+
+        def begins(key: str) -> str:
+            with client.stream("POST", path, json=body, headers={"x-api-key": key}) as answer:
+                first = next(each for each in answer.iter_lines() if each.startswith("data: "))
+            return str(json.loads(first[6:])["response"]["id"])
+
+        one, other = server.key("one"), server.key("other")
+        own, others = begins(one), begins(other)
+        opened = [reads(one, own) for _reader in range(MOST_READERS_OF_ONE)]
+        assert {each.status_code for each in opened} == {200}
+        assert (refused := reads(one, own)).status_code == 429
+        assert json.loads(refused.read())["error"]["code"] == "overloaded"
+        assert reads(other, others).status_code == 200
+        opened[0].close()
+        until(lambda: reads(one, own).status_code == 200)
 
 
 def test_a_summary_is_made_in_the_background(server: Server) -> None:

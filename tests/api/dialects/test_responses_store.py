@@ -151,6 +151,15 @@ def test_a_client_has_so_many_background_responses_and_no_more() -> None:
     store.start("phone", "more", b"[]", body(), events=False)
 
 
+def test_a_reader_holds_no_events_that_are_no_longer_counted() -> None:
+    store = ResponseStore()
+    kept = store.start("phone", "id", b"[]", body(), events=True)
+    store.record(kept, [b"event"])
+    kept.cancel = None
+    store.delete("phone", "id")
+    assert (kept.events, store.size) == ([], 0)
+
+
 def test_what_only_a_socket_may_continue() -> None:
     store = ResponseStore()
     for id_ in ("first", "second"):

@@ -17,6 +17,7 @@ from mlxtp.text.tokenizer import Text
 from ..api.conftest import FakeBackend, byte_level, save, says
 from ..api.test_server_access import BODY, Door, door
 from ..live_cluster import WAIT_S
+from .conftest import ARGUMENTS, CHROMIUM
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -129,3 +130,26 @@ def test_a_page_that_is_not_of_this_mac_cannot_ask_blindly_and_one_that_is_may_a
             page.evaluate("url => { location.href = url }", f"{url}/health")
         assert "may not use this server" in page.content()
     assert backend.requests == []
+
+
+@pytest.mark.parametrize("app", [False, True])
+def test_a_file_that_a_user_opens_gets_nothing_and_an_app_of_files_may_ask(
+    backend: FakeBackend, tmp_path: Path, browser: Browser, app: bool
+) -> None:
+    """A file's origin is `null`, also for a WebSocket, unless the program lets files read each other."""
+    opens = """url => new Promise(done => {
+      const socket = new WebSocket(url);
+      socket.onopen = () => done(true);
+      socket.onerror = () => done(false);
+    })"""
+    (file := tmp_path / "saved.html").write_text("<iframe sandbox='allow-scripts' srcdoc='x'></iframe>")
+    arguments = [*ARGUMENTS, *["--allow-file-access-from-files"] * app]
+    with (
+        door(backend, tmp_path, rule="never") as server,
+        browser.browser_type.launch(executable_path=CHROMIUM, args=arguments) as own,
+    ):
+        page = own.new_page()
+        page.goto(file.as_uri())
+        assert ask(page, server, "")["status"] == (200 if app else 0)
+        for frame, may in zip(page.frames, (app, False), strict=True):
+            assert frame.evaluate(opens, f"ws://127.0.0.1:{server.port}/v1/responses") is may

@@ -147,8 +147,8 @@ def ignored(api: str, others: Mapping[str, bool | None]) -> tuple[str, ...]:
 
 
 def headers(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names ignored fields, percent-encoded."""
-    told = [quote(name, safe="")[:MOST_NAME] for name in names]
+    """Return the header that names ignored fields, percent-encoded. A header cannot end in an empty one."""
+    told = [quote(name, safe="")[:MOST_NAME] for name in names if name]
     return {HEADER: ", ".join(told)} if told else {}
 
 

@@ -66,6 +66,7 @@ def test_ignored_fields_are_named_in_the_answer_and_logged_once(
         f'ignoring "mirostat" in {api}: a sampler that is not built',
         f'ignoring "Ünknown" in {api}: no such field is known',
     ]
+    assert post(server, api, stream=stream, rid=1, **{"": 1}).headers[field_names.HEADER] == "rid"
     assert field_names.HEADER not in post(server, api, stream=stream).headers
 
 

@@ -47,7 +47,7 @@ from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance
 from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
-from .vectors import TEXT, VectorAnswer, VectorRequest, check_kind, named, told_of
+from .vectors import TEXT, VectorAnswer, VectorRequest, bytes_of, check_kind, named, told_of
 
 log = logging.getLogger(__name__)
 
@@ -233,19 +233,23 @@ class Generation:
 
     async def vectors(
         self, request: Request, parse: Callable[[bytes], S], ask_of: Callable[[S], VectorRequest]
-    ) -> tuple[S, VectorAnswer]:
-        """Return the parsed body, and the vectors or scores that it asks for. Raises MlxtpError."""
+    ) -> tuple[S, VectorAnswer, AsyncExitStack]:
+        """Return the parsed body, the vectors or scores that it asks for, and their room. Raises MlxtpError.
+
+        The caller closes the room once the client has them.
+        """
 
         def both(data: bytes) -> tuple[S, VectorRequest]:
             return (found := parse(data)), ask_of(found)
 
-        async with self._bodies.read(request) as body:
+        async with AsyncExitStack() as room:
+            body = await room.enter_async_context(self._bodies.read(request))
             found, ask = await body.parsed(both)
             name = await self._permitted(named(ask.model, ask.kind, self.catalog.models()))
             keep_s = ask.keep_s if (context := current()) is None or context.loads else None
             with closing(await self._backend.acquire_model(name, 0.0, keep_s, _client(request))) as lease:
                 making = self._vectors(request, ask, body, lease, name)
-                return found, await unless_gone(request.receive, making)
+                return found, await unless_gone(request.receive, making), room.pop_all()
 
     async def _vectors(
         self, request: Request, ask: VectorRequest, body: Body, lease: ModelLease, name: str | None
@@ -257,6 +261,7 @@ class Generation:
         check_kind(model, ask.kind)
         told = await text.line(body.size).run(partial(told_of, ask, model, text, batch=batch), client)
         body.release()
+        body.hold(bytes_of(ask, model))
         user, sharer = ask.user[: settings.MAX_USER_CHARS], _sharer(request)
         answer = self._backend.generate(told, model=model.id, client=client, user=user, sharer=sharer)
         try:

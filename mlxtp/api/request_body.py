@@ -252,7 +252,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MOST_MESSAGES = 10_000  #: of one request; conversations of agents have hundreds
 BODY_S = 60.0
-#: Bytes of all bodies and of the text in them. The first 64 KiB of each do not count.
+#: Bytes of all bodies, of the text in them, and of vectors to be read. The first 64 KiB of each do not count.
 MAX_BODIES_BYTES = 96 * 1024 * 1024
 SHARE = 7 / 8  # most that one client's bodies may take of the room left by other clients
 #: Bytes a second. A slower body is dropped when another one needs its room.
@@ -286,6 +286,13 @@ class Body:
     def release(self) -> None:
         """Give the room back. May be repeated."""
         self._hold(-self._taken)
+
+    def hold(self, size: int) -> None:
+        """Take room for `size` bytes of an answer, until released. Raises RequestError 503."""
+        if not self._has_room(more := max(size - SHORT, 0)):
+            words = "the bodies and answers of other requests leave no room; retry later"
+            raise RequestError(words, Code.OVERLOADED, status=503)
+        self._hold(more)
 
     def _hold(self, more: int) -> None:
         self._taken += more

@@ -94,6 +94,12 @@ def check_count(texts: Sequence[object], field: str) -> None:
         raise RequestError(words, param=field)
 
 
+def bytes_of(ask: VectorRequest, model: ModelInfo) -> int:
+    """Return the size of all vectors of the answer."""
+    assert model.vectors is not None
+    return 4 * len(ask.texts) * (2 if ask.kind == RERANK else ask.dimensions or model.vectors.width)
+
+
 def told_of(ask: VectorRequest, model: ModelInfo, text: Text, *, batch: bool = False) -> Generate:
     """Return the request for the ranks. Raises RequestError."""
     vectors = model.vectors
@@ -102,7 +108,7 @@ def told_of(ask: VectorRequest, model: ModelInfo, text: Text, *, batch: bool = F
         words = f"dimensions {ask.dimensions} is more than the {vectors.width} of {model.id}"
         raise RequestError(words, param="dimensions")
     width = ask.dimensions or vectors.width
-    if ask.kind == EMBED and len(ask.texts) * width > MOST_NUMBERS:
+    if bytes_of(ask, model) > 4 * MOST_NUMBERS:
         words = (
             f"{len(ask.texts)} vectors of {width} numbers; one request gets at most {MOST_NUMBERS} numbers"
         )

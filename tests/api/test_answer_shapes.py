@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -108,8 +109,9 @@ def test_vectors_are_as_described(
 ) -> None:
     async def vectors(
         _self: Generation, request: Request, parse: Any, _asked: Any
-    ) -> tuple[Any, VectorAnswer]:
-        return parse(await request.body()), VectorAnswer("m", (struct.pack("<2f", 0.5, 1.0),), 3)
+    ) -> tuple[Any, VectorAnswer, AsyncExitStack]:
+        answer = VectorAnswer("m", (struct.pack("<2f", 0.5, 1.0),), 3)
+        return parse(await request.body()), answer, AsyncExitStack()
 
     monkeypatch.setattr(Generation, "vectors", vectors)
     body = {"model": "m", "input": "a", "query": "a", "documents": ["b"], "rid": "x"}

@@ -8,7 +8,8 @@ import struct
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -21,11 +22,13 @@ from ..adapter import Json, Operation, compact
 from ..backend import ModelInfo
 from ..generation import Generation, Handler
 from ..request_body import BodySchema, Integer, in_range, missing, parsed, wrong
+from ..streaming import AnswerStream
 from ..vectors import TASK, VectorAnswer, VectorRequest, check_count
 from .ollama_request import KeepAlive, served_name
 from .request_parts import prompt_of, token_ids
 
 MOST_WIDTH = 1 << 20
+PIECE_BYTES = 1 << 16  # of vectors that are encoded at a time: 220 KB of JSON, in 3 ms
 
 
 def texts_of(given: object, field: str = "input") -> tuple[Prompt, ...]:
@@ -163,14 +166,19 @@ def numbers(vector: bytes) -> bytes:
     return f"[{','.join(['%.9g'] * len(found))}]".encode() % found
 
 
-def _listed(answer: VectorAnswer, write: Callable[[bytes], bytes]) -> bytes:
-    rows = [
-        b'{"object":"embedding","index":%d,"embedding":%b}' % (place, write(vector))
-        for place, vector in enumerate(answer.vectors)
-    ]
-    usage = {"prompt_tokens": answer.tokens, "total_tokens": answer.tokens}
-    rest = compact({"model": answer.model, "usage": usage})
-    return b'{"object":"list","data":[%b],%b' % (b",".join(rows), rest[1:])
+async def _pieces(
+    head: bytes, vectors: Sequence[bytes], row: Callable[[int, bytes], bytes], tail: bytes
+) -> AsyncGenerator[bytes]:
+    """Yield the JSON of an answer, some rows at a time, as they are sent."""
+    step = max(PIECE_BYTES // len(vectors[0]), 1)
+
+    def rows(begin: int) -> bytes:
+        return b",".join([row(at, each) for at, each in enumerate(vectors[begin : begin + step], begin)])
+
+    for begin in range(0, len(vectors), step):
+        # Numbers take long to encode; a thread keeps other requests' tokens moving.
+        yield (b"," if begin else head) + await asyncio.to_thread(rows, begin)
+    yield tail
 
 
 def _quoted(vector: bytes) -> bytes:
@@ -184,39 +192,49 @@ def _probability(odds: float) -> float:
 # --- endpoints --------------------------------------------------------------------------------------------
 
 
-async def _json(body: BodySchema, write: Callable[[], bytes]) -> Response:
-    # Numbers take long to encode; a thread keeps other requests' tokens moving.
-    found = await asyncio.to_thread(write)
-    return Response(found, headers=field_names.headers(body.ignored), media_type="application/json")
-
-
-async def _embed(generation: Generation, request: Request) -> Response:
-    body, answer = await generation.vectors(request, partial(parsed, EmbeddingsBody), EmbeddingsBody.asked)
-    return await _json(
-        body, partial(_listed, answer, _quoted if body.encoding_format == "base64" else numbers)
+def _answered(
+    generation: Generation, body: BodySchema, pieces: AsyncGenerator[bytes], room: AsyncExitStack
+) -> Response:
+    """Return the response of these pieces, which keeps the room until it is sent."""
+    headers = field_names.headers(body.ignored)
+    return AnswerStream(
+        pieces, room, generation.keep_alive_s, lambda: b"", "application/json", headers=headers
     )
 
 
+async def _embed(generation: Generation, request: Request) -> Response:
+    asked = generation.vectors(request, partial(parsed, EmbeddingsBody), EmbeddingsBody.asked)
+    body, answer, room = await asked
+    write = _quoted if body.encoding_format == "base64" else numbers
+
+    def row(place: int, vector: bytes) -> bytes:
+        return b'{"object":"embedding","index":%d,"embedding":%b}' % (place, write(vector))
+
+    usage = {"prompt_tokens": answer.tokens, "total_tokens": answer.tokens}
+    tail = b"]," + compact({"model": answer.model, "usage": usage})[1:]
+    return _answered(generation, body, _pieces(b'{"object":"list","data":[', answer.vectors, row, tail), room)
+
+
 async def _rerank(generation: Generation, request: Request) -> Response:
-    body, answer = await generation.vectors(request, partial(parsed, RerankBody), RerankBody.asked)
-    return await _json(body, lambda: compact(body.ranked(answer)))
+    body, answer, room = await generation.vectors(request, partial(parsed, RerankBody), RerankBody.asked)
+    async with room:
+        found = await asyncio.to_thread(lambda: compact(body.ranked(answer)))
+    return Response(found, headers=field_names.headers(body.ignored), media_type="application/json")
 
 
 async def ollama_embed(generation: Generation, request: Request) -> Response:
     arrived_ns, models = time.perf_counter_ns(), generation.catalog.models()
     asked = partial(OllamaEmbed.asked, models=models)
-    body, answer = await generation.vectors(request, partial(parsed, OllamaEmbed), asked)
+    body, answer, room = await generation.vectors(request, partial(parsed, OllamaEmbed), asked)
     took_ns = max(time.perf_counter_ns() - arrived_ns, 1)
     counts = {"load_duration": answer.loaded_ns, "prompt_eval_count": answer.tokens}
-    head = {"model": body.model or answer.model, "total_duration": took_ns, **counts}
-
-    def write() -> bytes:
-        rows = [numbers(vector) for vector in answer.vectors]
-        if request.url.path == "/api/embeddings":
-            return b'{"embedding":%b}' % rows[0]
-        return b'%b,"embeddings":[%b]}' % (compact(head)[:-1], b",".join(rows))
-
-    return await _json(body, write)
+    told, vectors = {"model": body.model or answer.model, "total_duration": took_ns, **counts}, answer.vectors
+    head, tail = compact(told)[:-1] + b',"embeddings":[', b"]}"
+    if request.url.path == "/api/embeddings":
+        head, vectors, tail = b'{"embedding":', vectors[:1], b"}"
+    return _answered(
+        generation, body, _pieces(head, vectors, lambda _place, vector: numbers(vector), tail), room
+    )
 
 
 #: In OpenAI's dialect.

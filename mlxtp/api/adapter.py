@@ -92,9 +92,10 @@ def _operation(operation: Operation, path: str, references: Any) -> Json:
     answer, event = ANSWERS.get(f"{operation.method} {path}", (dict, None))
     refused: Json = {_JSON: {"schema": schema(refusal(path))}}
     text: Json = {"schema": {"type": "string"}}
-    content: Json = {operation.media: {"schema": schema(answer)} if operation.media == _JSON else text}
+    described_as = {_JSON: {"schema": schema(answer)}, SSE: {}}  # before 3.2, none describes a stream
+    content: Json = {operation.media: described_as.get(operation.media, text)}
     if operation.stream:  # OpenAPI 3.2 calls an event's schema `itemSchema`
-        content[operation.stream] = text | {"x-itemSchema": schema(event)}
+        content[operation.stream] = {"x-itemSchema": schema(event)}
     first = {"200": {"description": "the answer", "content": content}}
     if operation.always:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}

@@ -144,11 +144,17 @@ class _Refusals:
             routes = [each for each in request.app.routes if isinstance(each, Route)]
             end = meant(path, lambda other: any(each.path_regex.match(other) for each in routes))
             message = "; ".join(filter(None, (message, advice(path, end))))
+        headers = error.headers
+        if error.status_code == 405:  # starlette names the methods of the first route alone
+            routes = [each for each in request.app.routes if isinstance(each, Route)]
+            first = next(each for each in routes if each.path_regex.match(path))
+            found = {name for each in routes if each.path == first.path for name in each.methods or ()}
+            headers = {"allow": ", ".join(sorted(found))}
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
         refusal = RequestError(message, code, status=error.status_code)
         scope = {**request.scope, "path": end or path}
-        return self._generation.refusal(self._dialect(scope), refusal, error.headers)
+        return self._generation.refusal(self._dialect(scope), refusal, headers)
 
     async def drop(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)

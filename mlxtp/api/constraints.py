@@ -12,6 +12,7 @@ from pydantic import Field
 from ..errors import RequestError
 from ..text.json_limits import check_extent, parsed
 from .request_body import BodySchema, not_supported, wrong
+from .schema_rules import FilledText
 
 Format = Mapping[str, Any]
 
@@ -25,13 +26,13 @@ class ConstrainedBody(BodySchema):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+    guided_regex: FilledText | None = None
+    guided_choice: Annotated[list[FilledText], Field(fail_fast=True)] | None = None
+    guided_grammar: FilledText | None = None
+    regex: FilledText | None = None
+    ebnf: FilledText | None = None
     json_schema: str | dict[str, Any] | None = None
-    grammar: str | dict[str, Any] | None = None  # an object as TGI's
+    grammar: FilledText | dict[str, Any] | None = None  # an object as TGI's
 
     def constraint(self) -> tuple[str, Format | None]:
         """Return the field with the constraint, and a `response_format` that means it; None for none.

@@ -53,7 +53,7 @@ def check(label: str, response: httpx.Response) -> int:
     kind = response.headers["content-type"].partition(";")[0]
     described = answers["200" if response.status_code == 200 else f"{response.status_code // 100}XX"]
     content = described["content"][kind]
-    wanted = jsonschema_rs.validator_for(closed(content.get("x-itemSchema", content["schema"])))
+    wanted = jsonschema_rs.validator_for(closed(content.get("x-itemSchema") or content["schema"]))
     found = list(events(response.text)) if "x-itemSchema" in content else [response.json()]
     for each in found:
         problems = [f"{error.instance_path}: {error.message}" for error in wanted.iter_errors(each)]

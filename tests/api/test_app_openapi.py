@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import jsonschema_rs
 import pytest
 from starlette.routing import Route
 
@@ -74,3 +75,46 @@ def test_every_reference_leads_somewhere_and_ranges_are_told() -> None:
     assert "ChatRequest" in named
     temperature = schemas["ChatRequest"]["properties"]["temperature"]["anyOf"]
     assert {"minimum": 0, "maximum": 2, "type": "number"} in temperature
+
+
+USER = [{"role": "user", "content": "a"}]
+TOLD = [{"role": "tool", "content": [{"type": "output_text", "text": None}, [5]]}, *USER]
+LOGPROBS = "message.output_text.logprobs"
+TOOL = {"name": "f", "input_schema": {}}
+#: Bodies that are right, and each with fields that are not right beside the others.
+RULES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("/v1/chat/completions", {"messages": TOLD}, [
+        {"stream_options": {}}, {"stream": True, "prompt_logprobs": 1}, {"top_logprobs": 1}, {"regex": ""},
+        {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    ]),
+    ("/v1/chat/completions", {"messages": USER, "stream": True, "stream_options": {}, "top_logprobs": 0}, []),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, [{"stream_options": {}}]),
+    ("/v1/responses", {"input": "a", "include": [LOGPROBS], "top_logprobs": 1, "tools": [{"type": "x"}]}, [
+        {"include": []}, {"background": True, "store": False}, {"tools": [{}]},
+        {"tools": [{"type": "function"}]}, {"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]},
+    ]),
+    ("/v1/messages", {"messages": TOLD, "max_tokens": 0}, [
+        {"mcp_servers": [1]}, {"tools": [{}]}, {"tools": [{"type": "x"}]}, {"tool_choice": {"type": "any"}},
+    ]),
+    ("/v1/messages/count_tokens", {"messages": USER, "tools": [{"type": "x"}, TOOL], "mcp_servers": [1]}, []),
+    ("/api/chat", {"messages": TOLD}, [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}]),
+    ("/tokenize", {"messages": [{"role": "user", "content": ["a"]}]}, [{"prompt": "a"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "right", "wrong"), RULES)
+def test_rules_between_fields_are_told_as_they_are_held(
+    roomy: Server, path: str, right: dict[str, Any], wrong: list[dict[str, Any]]
+) -> None:
+    whole = described()
+    schema = whole["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described_as = jsonschema_rs.validator_for({**schema, "components": whole["components"]})
+    for body, holds in ((right, True), *((right | each, False) for each in wrong)):
+        status = httpx.post(f"{roomy.url}{path}", json=body, trust_env=False).status_code
+        assert (status == 200, described_as.is_valid(body)) == (holds, holds), body
+
+
+def test_a_wrong_method_is_told_all_the_right_ones(server: Server) -> None:
+    for path, allowed in (("/v1/responses", "GET, HEAD, POST"), ("/v1/responses/compact", "POST")):
+        answer = httpx.options(f"{server.url}{path}", trust_env=False)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

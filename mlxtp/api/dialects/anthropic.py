@@ -56,6 +56,7 @@ from ..request_body import (
 )
 from ..request_context import current
 from ..sampling import given_settings, with_settings
+from ..schema_rules import NO_ITEMS, fields, rules
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
@@ -63,7 +64,7 @@ from .request_parts import (
     are_parts,
     arguments_text,
     check_parts,
-    content_schema,
+    content_rule,
     content_text,
     continued,
     lines,
@@ -85,13 +86,10 @@ _CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
 
 
 class AnthropicInputMessage(Schema):
+    model_config = rules(content_rule("tool_result"))
+
     role: RoleName
-    content: Annotated[
-        Any,
-        content_schema(
-            thinking="thinking", redacted_thinking="data", tool_use="name", tool_result="tool_use_id"
-        ),
-    ] = None
+    content: Any = None
 
 
 class Metadata(Schema):
@@ -130,23 +128,32 @@ class OutputConfig(Schema):
     format: AnyFormat = None
 
 
+_CUSTOM = {"allOf": [AnthropicTool.model_json_schema(), fields({"type": {"enum": [None, "custom"]}})]}
+_OTHER = fields({"type": {"type": "string", "not": {"const": "custom"}}})  # run elsewhere, and left out
+_TOOLS: Json = {"type": "array", "items": {"anyOf": [_CUSTOM, _OTHER]}, "contains": _CUSTOM}
+_ANY: Json = {"anyOf": [NO_ITEMS, _TOOLS]}
+_FREE = fields({"type": {"enum": ["auto", "none"]}}) | {"type": ["object", "null"]}
+
+
 class CountRequest(BodySchema):
     """The body of `POST /v1/messages/count_tokens`: all parts of the prompt."""
+
+    model_config = rules(
+        ({"mcp_servers": NO_ITEMS}, {"tools": _TOOLS}),
+        ({"tool_choice": _FREE}, {"tools": _TOOLS}),
+    )
 
     messages: Annotated[
         list[AnthropicInputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     model: str | None = None
     system: str | list[Any] | None = None
-    tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
+    tools: Annotated[Annotated[list[Json], Field(fail_fast=True)] | None, WithJsonSchema(_ANY)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: AnyFormat = None  # older clients' name of output_config.format
     mcp_servers: list[Any] | None = None
-
-
-_AT_LEAST_ONE: Json = {"type": "integer", "minimum": 1, "maximum": MOST_TOKENS}
 
 
 @with_settings("anthropic")
@@ -155,7 +162,7 @@ class MessagesRequest(CountRequest):
 
     api = "messages"
 
-    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS), WithJsonSchema(_AT_LEAST_ONE)]
+    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     metadata: Metadata | None = None

@@ -35,7 +35,7 @@ DEFAULT_MAX_TOKENS = 16  # or as many as fit, as in OpenAI's API
 MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
-_TEXT: Json = {"type": "string"}
+_TEXT: Json = {"type": "string", "minLength": 1}
 _TOKENS = {
     "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}, "minItems": 1,
 }  # fmt: skip

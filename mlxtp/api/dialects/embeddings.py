@@ -21,9 +21,10 @@ from .. import field_names
 from ..adapter import Json, Operation, compact
 from ..backend import ModelInfo
 from ..generation import Generation, Handler
-from ..request_body import BodySchema, Integer, in_range, missing, parsed, wrong
+from ..request_body import MOST_TOKENS, BodySchema, Integer, in_range, missing, parsed, wrong
+from ..schema_rules import NULL, TEXT, fields, rules
 from ..streaming import AnswerStream
-from ..vectors import TASK, VectorAnswer, VectorRequest, check_count
+from ..vectors import MOST_TEXTS, TASK, VectorAnswer, VectorRequest, check_count
 from .ollama_request import KeepAlive, served_name
 from .request_parts import prompt_of, token_ids
 
@@ -58,10 +59,17 @@ def _document(given: object, where: str) -> str:
 # --- requests ---------------------------------------------------------------------------------------------
 
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}, "minItems": 1}
+_MANY = {"type": "array", "minItems": 1, "maxItems": MOST_TEXTS}
+_INPUT = {"anyOf": [TEXT, _IDS, _MANY | {"items": {"anyOf": [TEXT, _IDS]}}]}
+_DOCUMENTS = _MANY | {"items": {"anyOf": [TEXT, fields({"text": TEXT})]}}
+
+
 class EmbeddingsBody(BodySchema):
     """The body of `POST /v1/embeddings`."""
 
     api = "embeddings"
+    model_config = rules(({"input": _INPUT},))
 
     model: str | None = None
     input: Any = None
@@ -86,6 +94,7 @@ class OllamaEmbed(BodySchema):
     """The body of `POST /api/embed`, and with `prompt` of `POST /api/embeddings`."""
 
     api = "ollama_embed"
+    model_config = rules(({"input": _INPUT}, {"input": NULL, "prompt": _INPUT}))
 
     model: str | None = None
     input: Any = None
@@ -109,6 +118,7 @@ class RerankBody(BodySchema):
     """The body of `POST /v1/rerank`."""
 
     api = "rerank"
+    model_config = rules(({"query": TEXT, "documents": _DOCUMENTS},))
 
     model: str | None = None
     query: str | None = None

@@ -24,14 +24,16 @@ from ..adapter import Json
 from ..backend import ModelInfo
 from ..request_body import MOST_MESSAGES, BodySchema, Integer, Schema, in_range, not_supported, parsed, shown
 from ..sampling import given_settings, with_settings
+from ..schema_rules import NO_ITEMS, rules
 from .request_parts import (
     MOST_TOKENS,
+    NOT_USER,
     Parameters,
     RoleName,
     Unused,
     arguments_text,
     check_parts,
-    content_schema,
+    content_rule,
     content_text,
     continued,
     lines,
@@ -132,8 +134,10 @@ class OllamaToolCall(Schema):
 
 
 class OllamaMessage(Schema):
+    model_config = rules(content_rule(), ({"role": NOT_USER}, {"images": NO_ITEMS}))
+
     role: RoleName
-    content: Annotated[Any, content_schema()] = None
+    content: Any = None
     thinking: Any = None
     images: list[Any] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -45,6 +45,7 @@ from ..request_body import (
     parsed,
     shown,
 )
+from ..schema_rules import NO_ITEMS, NO_SCORES, NOT_TRUE, NULL, TRUE, rules
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (
@@ -60,7 +61,7 @@ from .request_parts import (
     arguments_text,
     begins_answer,
     check_parts,
-    content_schema,
+    content_rule,
     content_text,
     continued,
     lines,
@@ -94,18 +95,17 @@ class ToolCallInput(Schema):
     custom: CustomCallInput | None = None
 
 
-_NO_CALLS: Json = {"tool_calls": {"enum": [None, []]}, "function_call": {"type": "null"}}
-_ONLY_ASSISTANT_CALLS: list[Any] = [
-    {"properties": {"role": {"const": "assistant"}}},
-    {"properties": _NO_CALLS},
-]
+_NO_CALLS: Json = {"tool_calls": NO_ITEMS, "function_call": NULL}
 
 
 class MessageInput(Schema):
-    model_config = ConfigDict(json_schema_extra={"anyOf": _ONLY_ASSISTANT_CALLS})
+    model_config = rules(
+        ({"role": {"const": "assistant"}}, _NO_CALLS),
+        content_rule(),
+    )
 
     role: RoleName
-    content: Annotated[Any, content_schema(refusal="refusal", thinking="thinking")] = None
+    content: Any = None
     name: str | None = None
     refusal: str | None = None
     audio: Json | None = None
@@ -152,8 +152,13 @@ Limit = Annotated[Integer, in_range(1, MOST_TOKENS, -1)] | None  # of tokens in 
 TokenIds = Annotated[list[Annotated[Integer, in_range(0, MOST_TOKENS)]], Field(fail_fast=True)] | None
 
 
+STREAM_RULES = ({"stream_options": NULL}, {"stream": TRUE}), ({"prompt_logprobs": NULL}, {"stream": NOT_TRUE})
+
+
 class PromptBody(OpenAIBody, ConstrainedBody):
     """Fields of chats and completions."""
+
+    model_config = rules(*STREAM_RULES)
 
     n: Annotated[Annotated[Integer, in_range(1, 16)] | None, named("n", "n_cmpl")] = None
     max_tokens: Annotated[Limit, named("max_tokens", "n_predict")] = None
@@ -201,6 +206,7 @@ class ChatRequest(PromptBody):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
     api = "chat"
+    model_config = rules(*STREAM_RULES, ({"top_logprobs": NO_SCORES}, {"logprobs": TRUE}))
 
     # the list of errors is bounded
     messages: Annotated[list[MessageInput], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]

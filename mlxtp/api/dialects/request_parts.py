@@ -34,6 +34,7 @@ from ...text.tool_grammar import log_once
 from ..request_body import MOST_TOKENS as MOST_TOKENS
 from ..request_body import BodySchema, Integer, in_range, none_of, not_supported, shown, wrong
 from ..sampling import given_settings, with_settings
+from ..schema_rules import fields
 
 Json = dict[str, Any]
 
@@ -81,18 +82,19 @@ ROLES: Mapping[str, Role] = {
 
 # Schemas for /openapi.json of fields that are checked later: a role, a field that must stay empty, a content.
 RoleName = Annotated[str, WithJsonSchema({"enum": [*ROLES]})]
-Unused = Annotated[Any, WithJsonSchema({"enum": [None, False, 0, "", [], {}]})]
-_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
+_EMPTY: Json = {"enum": [None, False, 0, "", [], {}]}
+Unused = Annotated[Any, WithJsonSchema(_EMPTY)]
+NOT_USER: Json = {"enum": [role for role in ROLES if role != "user"]}
 
 
-def content_schema(**blocks: str) -> WithJsonSchema:
-    """Return the schema of a content: text, or blocks of text and of these types, with a field of each."""
-    parts: list[Json] = [
-        {"properties": {"type": {"const": kind}, field: {"type": "string"}}, "required": ["type", field]}
-        for kind, field in (_TEXTS | blocks).items()
-    ]
-    several = {"type": "array", "items": {"type": "object", "anyOf": parts}}
-    return WithJsonSchema({"anyOf": [{"type": "string"}, several]})
+def content_rule(*more: str) -> tuple[Json, Json]:
+    """Return the rule that a user sends texts, or blocks without words, `more` too; others send anything."""
+    text: Json = {"type": "string"}
+    texts = {"properties": {"text": text, "type": {"anyOf": [text, _EMPTY]}}, "required": ["text"]}
+    wordless = fields({"type": {"enum": [*_UNSPOKEN, "tool_use", *more]}})
+    parts = [text, {"type": "object", **texts}, fields({"type": text, "refusal": text}), wordless]
+    content = {"anyOf": [text, {"type": "array", "items": {"anyOf": parts}}]}
+    return {"role": {"const": "user"}, "content": content}, {"role": NOT_USER}
 
 
 def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:

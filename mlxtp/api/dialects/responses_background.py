@@ -62,12 +62,12 @@ class BackgroundResponse(Response):
         _wake(self._kept)
 
 
-def replayed(kept: StoredResponse, after: int, keep_alive_s: float, reading: AsyncExitStack) -> AnswerStream:
+def replayed(kept: StoredResponse, after: int, keep_alive_s: float, end: AsyncExitStack) -> AnswerStream:
     """Return a stream of the events after that number, as far as they are there and as they come.
 
-    `reading` is closed at its end.
+    It closes `end` at its end.
     """
-    return AnswerStream(_events(kept, after + 1), reading, keep_alive_s, lambda: COMMENT, SSE)
+    return AnswerStream(_events(kept, after + 1), end, keep_alive_s, lambda: COMMENT, SSE)
 
 
 async def over(kept: StoredResponse) -> None:

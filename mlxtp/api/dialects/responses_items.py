@@ -18,6 +18,7 @@ from ...text.conversation import AUTO, Call, ChatMessage
 from ...text.json_limits import check_extent
 from ..adapter import Json
 from ..request_body import Schema, check_finite, checked, missing, wrong
+from ..schema_rules import fields
 from .request_parts import (
     SUMMARY,
     ClientTool,
@@ -346,6 +347,16 @@ class _SearchTool(Schema):
     execution: Literal["client"]
     description: str | None = None
     parameters: Parameters = None
+
+
+_PLAIN: list[Json] = [_Function.model_json_schema(), _Custom.model_json_schema()]
+_NOT_PLAIN, _UNREAD = [
+    fields({"type": {"type": "string", "not": {"enum": ["function", "custom", *more]}}})
+    for more in ((), ("namespace",))
+]
+_INNER = fields({"tools": {"type": "array", "items": {"anyOf": [*_PLAIN, _NOT_PLAIN]}}})
+_ANY = {"anyOf": [*_PLAIN, _UNREAD, {"allOf": [_Namespace.model_json_schema(), _INNER]}]}
+TOOLS: Json = {"anyOf": [{"type": "null"}, {"type": "array", "items": _ANY}]}  #: for /openapi.json
 
 
 def read_tools(

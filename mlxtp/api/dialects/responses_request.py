@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, WithJsonSchema
+from pydantic import WithJsonSchema
 
 from ...errors import RequestError
 from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
@@ -29,6 +29,7 @@ from ..request_body import (
     shown,
     wrong,
 )
+from ..schema_rules import NO_SCORES, NOT_TRUE, rules
 from .request_parts import (
     MOST_TOKENS,
     ROLES,
@@ -44,6 +45,7 @@ from .responses_items import (
     CALLS,
     COMPACT,
     OUTPUTS,
+    TOOLS,
     items_of,
     listed,
     pieces,
@@ -95,10 +97,10 @@ class Wish(OpenAIBody):
 
     api = "responses"
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [{"required": [name], "properties": {name: _FIRST[name]}} for name in _FIRST]
-        }
+    model_config = rules(
+        tuple({name: each} for name, each in _FIRST.items()),
+        ({"top_logprobs": NO_SCORES}, {"include": {"type": "array", "contains": {"const": LOGPROBS}}}),
+        ({"background": NOT_TRUE}, {"store": {"enum": [None, True]}}),
     )
 
     input: Any = None
@@ -107,7 +109,7 @@ class Wish(OpenAIBody):
     store: bool | None = None
     max_output_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     max_tool_calls: Integer | None = None
-    tools: list[Json] | None = None
+    tools: Annotated[list[Json] | None, WithJsonSchema(TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None

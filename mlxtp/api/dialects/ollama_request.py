@@ -24,7 +24,7 @@ from ..adapter import Json
 from ..backend import ModelInfo
 from ..request_body import MOST_MESSAGES, BodySchema, Integer, Schema, in_range, not_supported, parsed, shown
 from ..sampling import given_settings, with_settings
-from ..schema_rules import NO_ITEMS, rules
+from ..schema_rules import NO_ITEMS, NULL, rules
 from .request_parts import (
     MOST_TOKENS,
     NOT_USER,
@@ -134,7 +134,7 @@ class OllamaToolCall(Schema):
 
 
 class OllamaMessage(Schema):
-    model_config = rules(content_rule(), ({"role": NOT_USER}, {"images": NO_ITEMS}))
+    model_config = rules((*content_rule(), {"content": NULL}), ({"role": NOT_USER}, {"images": NO_ITEMS}))
 
     role: RoleName
     content: Any = None

@@ -1,4 +1,4 @@
-"""Shapes of all answers, for `/openapi.json`. Pure. Tests compare them with real answers.
+"""Shapes of all answers, and rules of bodies, for `/openapi.json`. Pure. Tests compare them with real ones.
 
 A shape is a type, a constant, `[items]`, a tuple of alternatives, or the fields of an object; `name?` may be
 missing.
@@ -7,7 +7,9 @@ missing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, WithJsonSchema
 
 Json = dict[str, Any]
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", None: "null"}
@@ -235,3 +237,26 @@ def refusal(path: str) -> Any:
     """Return the shape of a refusal at this path."""
     shapes = {"/v1/messages": _REFUSED, "/api/": _FAILED, "/v1/models": (_ERROR, _REFUSED)}
     return next((shape for start, shape in shapes.items() if path.startswith(start)), _ERROR)
+
+
+# --- what later checks of bodies refuse, such as rules between fields -------------------------------------
+
+
+NULL: Mapping[str, Any] = {"type": "null"}
+TRUE, NOT_TRUE = {"const": True}, {"enum": [None, False]}
+NO_ITEMS: Mapping[str, Any] = {"enum": [None, []]}
+NO_SCORES = {"enum": [None, 0]}
+TEXT: Mapping[str, Any] = {"type": "string", "minLength": 1}
+FilledText = Annotated[str, WithJsonSchema({**TEXT})]
+
+
+def rules(*each: tuple[Mapping[str, Any], ...]) -> ConfigDict:
+    """Return the configuration of a schema with rules: of each, the fields of one branch at least are so."""
+    return ConfigDict(json_schema_extra={"allOf": [{"anyOf": [*map(fields, rule)]} for rule in each]})
+
+
+def fields(schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with these fields, all required but for nullable ones."""
+    may = [name for name, of in schemas.items() if None in of.get("enum", ()) or "null" in of.get("type", "")]
+    there = [name for name in schemas if name not in may]
+    return {"type": "object", "properties": {**schemas}, "required": there}

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from ..errors import RequestError
 from ..text.json_limits import check_extent, parsed
+from .answer_shapes import FilledText
 from .request_body import BodySchema, not_supported, wrong
-from .schema_rules import FilledText
 
 Format = Mapping[str, Any]
 

@@ -40,6 +40,7 @@ from ...text.transcript import (
     WholeAnswer,
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_status, named_event
+from ..answer_shapes import NO_ITEMS, fields, rules
 from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Adapter, Generation, Handler
 from ..request_body import (
@@ -56,7 +57,6 @@ from ..request_body import (
 )
 from ..request_context import current
 from ..sampling import given_settings, with_settings
-from ..schema_rules import NO_ITEMS, fields, rules
 from .request_parts import (
     MOST_TOKENS,
     Parameters,

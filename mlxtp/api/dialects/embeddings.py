@@ -19,10 +19,10 @@ from starlette.responses import Response
 from ...text.conversation import Prompt
 from .. import field_names
 from ..adapter import Json, Operation, compact
+from ..answer_shapes import NULL, TEXT, fields, rules
 from ..backend import ModelInfo
 from ..generation import Generation, Handler
 from ..request_body import MOST_TOKENS, BodySchema, Integer, in_range, missing, parsed, wrong
-from ..schema_rules import NULL, TEXT, fields, rules
 from ..streaming import AnswerStream
 from ..vectors import MOST_TEXTS, TASK, VectorAnswer, VectorRequest, check_count
 from .ollama_request import KeepAlive, served_name
@@ -205,7 +205,7 @@ def _probability(odds: float) -> float:
 def _answered(
     generation: Generation, body: BodySchema, pieces: AsyncGenerator[bytes], room: AsyncExitStack
 ) -> Response:
-    """Return the response of these pieces, which keeps the room until it is sent."""
+    """Return the response of these pieces. It keeps the room until it is sent."""
     headers = field_names.headers(body.ignored)
     return AnswerStream(
         pieces, room, generation.keep_alive_s, lambda: b"", "application/json", headers=headers

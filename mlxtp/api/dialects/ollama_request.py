@@ -21,10 +21,10 @@ from ...text.conversation import (
     Tool,
 )
 from ..adapter import Json
+from ..answer_shapes import NO_ITEMS, NULL, rules
 from ..backend import ModelInfo
 from ..request_body import MOST_MESSAGES, BodySchema, Integer, Schema, in_range, not_supported, parsed, shown
 from ..sampling import given_settings, with_settings
-from ..schema_rules import NO_ITEMS, NULL, rules
 from .request_parts import (
     MOST_TOKENS,
     NOT_USER,

@@ -30,6 +30,7 @@ from ...text.transcript import (
     WholeAnswer,
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_body_of
+from ..answer_shapes import NO_ITEMS, NO_SCORES, NOT_TRUE, NULL, TRUE, rules
 from ..backend import Health, ModelInfo, StoredModelInfo
 from ..constraints import ConstrainedBody
 from ..generation import Adapter, Generation, Handler
@@ -45,7 +46,6 @@ from ..request_body import (
     parsed,
     shown,
 )
-from ..schema_rules import NO_ITEMS, NO_SCORES, NOT_TRUE, NULL, TRUE, rules
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (

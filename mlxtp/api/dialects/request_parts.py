@@ -31,10 +31,10 @@ from ...text.conversation import (
 )
 from ...text.json_limits import MOST_CONTAINERS, integral
 from ...text.tool_grammar import log_once
+from ..answer_shapes import fields
 from ..request_body import MOST_TOKENS as MOST_TOKENS
 from ..request_body import BodySchema, Integer, in_range, none_of, not_supported, shown, wrong
 from ..sampling import given_settings, with_settings
-from ..schema_rules import fields
 
 Json = dict[str, Any]
 

@@ -17,8 +17,8 @@ from ...errors import RequestError
 from ...text.conversation import AUTO, Call, ChatMessage
 from ...text.json_limits import check_extent
 from ..adapter import Json
+from ..answer_shapes import fields
 from ..request_body import Schema, check_finite, checked, missing, wrong
-from ..schema_rules import fields
 from .request_parts import (
     SUMMARY,
     ClientTool,

@@ -17,6 +17,7 @@ from pydantic import WithJsonSchema
 from ...errors import RequestError
 from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from ..adapter import Json, compact
+from ..answer_shapes import NO_SCORES, NOT_TRUE, rules
 from ..request_body import (
     Integer,
     Schema,
@@ -29,7 +30,6 @@ from ..request_body import (
     shown,
     wrong,
 )
-from ..schema_rules import NO_SCORES, NOT_TRUE, rules
 from .request_parts import (
     MOST_TOKENS,
     ROLES,

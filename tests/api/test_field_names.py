@@ -15,7 +15,7 @@ from mlxtp.errors import Code, RequestError
 from mlxtp.text.tool_grammar import log_once
 from scripts.reference import taken_fields
 
-from .conftest import WAIT_S, Server, says
+from .conftest import Server, says
 
 HELLO = [{"role": "user", "content": "hello"}]
 PATHS = {
@@ -33,7 +33,7 @@ DOCUMENTED: dict[str, dict[str, str]] = json.loads(
 
 def post(server: Server, api: str, **fields: Any) -> httpx.Response:
     path, body = PATHS[api]
-    return httpx.post(server.url + path, json=body | fields, timeout=WAIT_S, trust_env=False)
+    return server.ask("POST", path, body | fields)
 
 
 @pytest.mark.parametrize("of", DOCUMENTED)

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
 import pytest
 
-from .conftest import WAIT_S, Server
+from .conftest import Server
 from .dialects.shapes import read_answer
 from .test_app_mutated_bodies import BODIES
-
-
-def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
-    url = server.url + path
-    return httpx.request(method, url, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
 
 
 @pytest.mark.parametrize("path", [each for each in BODIES if each.startswith("/v1/")])
 def test_a_path_without_v1_is_answered_and_refused_as_with_it(roomy: Server, path: str) -> None:
     label, short = f"POST {path}", path.removeprefix("/v1")
-    answer = ask(roomy, "POST", short, BODIES[path][0])
+    answer = roomy.ask("POST", short, BODIES[path][0])
     assert answer.status_code == 200
-    refused = ask(roomy, "POST", short, {})
+    refused = roomy.ask("POST", short, {})
     assert refused.status_code == 400
-    for each in (answer, refused, ask(roomy, "PATCH", short)):
+    for each in (answer, refused, roomy.ask("PATCH", short)):
         read_answer(label, each.status_code, each.content)
 
 
 def test_models_are_listed_without_v1(server: Server) -> None:
     for path in ("/models", "/models/org/tiny"):
         for headers in ({}, {"anthropic-version": "2023-06-01"}):
-            short, whole = (ask(server, "GET", base + path, **headers) for base in ("", "/v1"))
+            short, whole = (server.ask("GET", base + path, **headers) for base in ("", "/v1"))
             assert (short.status_code, short.json()) == (200, whole.json())
-    unknown = ask(server, "GET", "/models/none", **{"anthropic-version": "2023-06-01"})
+    unknown = server.ask("GET", "/models/none", **{"anthropic-version": "2023-06-01"})
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
@@ -59,7 +51,7 @@ def test_models_are_listed_without_v1(server: Server) -> None:
     ],
 )
 def test_what_is_not_there_is_told_as_it_was_meant(server: Server, path: str, words: str) -> None:
-    refused = ask(server, "POST", path, {})
+    refused = server.ask("POST", path, {})
     assert refused.status_code == 404
     error = refused.json()["error"]
     message = error if isinstance(error, str) else error["message"]
@@ -72,6 +64,6 @@ def test_what_is_not_there_is_told_as_it_was_meant(server: Server, path: str, wo
 @pytest.mark.parametrize("name", ["default_model", "chat_model"])
 def test_a_name_of_mlx_lm_s_server_is_the_default(roomy: Server, name: str) -> None:
     for path in ("/v1/chat/completions", "/api/chat"):
-        answer = ask(roomy, "POST", path, BODIES[path][0] | {"model": name, "stream": False})
+        answer = roomy.ask("POST", path, BODIES[path][0] | {"model": name, "stream": False})
         assert answer.status_code == 200
     assert {each.model for each in roomy.backend.whose} == {"org/tiny"}

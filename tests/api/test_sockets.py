@@ -9,14 +9,13 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.http11 import Response
 from websockets.sync.client import ClientConnection, connect
 
 from mlxtp.api import server as server_module
@@ -64,6 +63,13 @@ def error(socket: ClientConnection, **fields: Any) -> tuple[int, str]:
     return event["status"], event["error"]["code"]
 
 
+def refused(server: Any, path: str = PATH, **headers: str) -> Response:
+    """The answer to a handshake that opens no socket."""
+    with pytest.raises(InvalidStatus) as found, opened(server, path, **headers):
+        pass
+    return found.value.response
+
+
 def test_turns_of_one_socket_have_the_events_of_a_stream(server: Server) -> None:
     server.backend.script = says(server.ids("hello"))
     with opened(server) as socket:
@@ -72,7 +78,7 @@ def test_turns_of_one_socket_have_the_events_of_a_stream(server: Server) -> None
             assert [each["sequence_number"] for each in events] == list(range(len(events)))
             assert [each["type"] for each in events[:2]] == ["response.created", "response.in_progress"]
             assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hello"
-    assert httpx.get(f"{server.url}{PATH}/{events[-1]['response']['id']}", trust_env=False).is_success
+    assert server.ask("GET", f"{PATH}/{events[-1]['response']['id']}").is_success
 
 
 def test_what_is_not_stored_goes_on_at_its_socket_alone_until_a_turn_fails(server: Server) -> None:
@@ -88,7 +94,7 @@ def test_what_is_not_stored_goes_on_at_its_socket_alone_until_a_turn_fails(serve
         third = said(socket, store=False)[-1]["response"]["id"]
     with opened(server) as socket:
         assert error(socket, store=False, previous_response_id=third) == lost
-    assert httpx.get(f"{server.url}{PATH}/{third}", trust_env=False).status_code == 404
+    assert server.ask("GET", f"{PATH}/{third}").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -133,15 +139,13 @@ def test_one_message_waits_and_a_second_ends_the_socket(server: Server) -> None:
 def test_who_sends_many_pings_or_parts_is_cut(server: Server) -> None:
     for ping in (True, False):
         with opened(server) as socket:
-            ping_or_part = (
-                socket.protocol.send_ping if ping else partial(socket.protocol.send_continuation, fin=False)
-            )
+            wire = socket.protocol
             if not ping:
-                socket.protocol.send_text(b"{", fin=False)
+                wire.send_text(b"{", fin=False)
             for _ in range(server_module.MOST_SMALL + 10):
-                ping_or_part(b"")
+                wire.send_ping(b"") if ping else wire.send_continuation(b"", fin=False)
             with contextlib.suppress(OSError):
-                socket.socket.sendall(b"".join(socket.protocol.data_to_send()))
+                socket.socket.sendall(b"".join(wire.data_to_send()))
             with pytest.raises((ConnectionClosed, ConnectionError)):
                 socket.recv(WAIT_S)
 
@@ -152,9 +156,7 @@ def test_messages_have_a_size_and_clients_a_number_of_sockets(server: Server) ->
     with contextlib.ExitStack() as stack:
         for _socket in range(MOST_OF_ONE):
             stack.enter_context(opened(server))
-        with pytest.raises(InvalidStatus) as refused, opened(server):
-            pass
-        assert refused.value.response.status_code == 429
+        assert refused(server).status_code == 429
     with opened(server) as socket:  # they are gone
         assert said(socket)
 
@@ -181,14 +183,10 @@ def test_who_may_not_ask_may_not_open_a_socket(
     loaded: dict[str, Loaded], tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
     with door(FakeBackend(loaded[BYTE_LEVEL].text), tmp_path) as server:
-        key = {"x_api_key": server.key()}
-        with (
-            pytest.raises(InvalidStatus) as refused,
-            opened(server, **(key if status > 401 else {}) | headers),
-        ):
-            pass
-        assert refused.value.response.status_code == status
-        assert json.loads(refused.value.response.body or b"")["error"]["code"]
+        key = {"x_api_key": server.key()} if status > 401 else {}
+        answer = refused(server, **key | headers)
+        assert answer.status_code == status
+        assert json.loads(answer.body or b"")["error"]["code"]
 
 
 def test_each_turn_is_a_request_of_its_key(loaded: dict[str, Loaded], tmp_path: Path) -> None:
@@ -228,9 +226,7 @@ def test_a_socket_has_one_place_while_it_is_open_and_all_day_for_a_message(
             with opened(here) as one, opened(here) as other:
                 time.sleep(0.5)
                 assert said(one)[-1]["type"] == said(other)[-1]["type"] == "response.completed"
-                with pytest.raises(InvalidStatus) as refused, opened(here):
-                    pass
-                assert refused.value.response.status_code == 503
+                assert refused(here).status_code == 503
 
 
 async def endless() -> AsyncIterator[TokenEvent]:
@@ -241,9 +237,10 @@ async def endless() -> AsyncIterator[TokenEvent]:
 
 def test_who_does_not_read_is_cut(loaded: dict[str, Loaded]) -> None:
     backend = FakeBackend(loaded[BYTE_LEVEL].text, endless)
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(on_loopback(create_app(backend), stall_s=0.5))
-        socket = stack.enter_context(opened(Server(backend, port, loaded[BYTE_LEVEL].tokenizer)))
+    with (
+        on_loopback(create_app(backend), stall_s=0.5) as port,
+        opened(Server(backend, port, loaded[BYTE_LEVEL].tokenizer)) as socket,
+    ):
         socket.send(json.dumps({"type": "response.create", "input": "hello"}))
         assert backend.began.wait(WAIT_S)
         assert backend.all_closed()
@@ -278,7 +275,5 @@ def test_a_head_that_is_no_handshake_is_refused_at_once_and_gives_its_place_back
 
 
 def test_a_plain_get_is_told_to_upgrade_and_no_other_path_is_a_socket(server: Server) -> None:
-    assert httpx.get(f"{server.url}{PATH}", trust_env=False).status_code == 426
-    with pytest.raises(InvalidStatus) as refused, opened(server, "/v1/models"):
-        pass
-    assert refused.value.response.status_code == 200
+    assert server.ask("GET", PATH).status_code == 426
+    assert refused(server, "/v1/models").status_code == 200

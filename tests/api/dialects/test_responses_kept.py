@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
 
-from ..conftest import WAIT_S, Server, says
+from ..conftest import Server, says
 from ..test_app import assert_error
 from .test_responses import TEXT, create, events_of, http, post, reference, user
 
 
 def ask(server: Server, method: str, path: str, **query: Any) -> httpx.Response:
-    url = f"{server.url}/v1/responses/{path}"
-    return httpx.request(method, url, params=query, timeout=WAIT_S, trust_env=False)
+    return server.ask(method, f"/v1/responses/{path}?{urlencode(query)}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -25,7 +25,7 @@ def test_a_response_is_read_as_it_was_sent_until_it_is_deleted(server: Server, s
     assert ask(server, "GET", body["id"]).json() == body
     gone = ask(server, "DELETE", body["id"])
     assert gone.json() == {"id": body["id"], "object": "response", "deleted": True}
-    for method, path in (*(("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")),):
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         error = assert_error(ask(server, method, body["id"] + path), 404, "not_found")
         assert "6 hours, at most 1000 of them" in error["message"]
     assert_error(post(server, previous_response_id=body["id"]), 404, "not_found")
@@ -33,29 +33,22 @@ def test_a_response_is_read_as_it_was_sent_until_it_is_deleted(server: Server, s
 
 def test_the_input_is_listed_in_pages_with_what_came_before(thinker: Server) -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
-    given = [
-        user("a"),
-        call,
-        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "21"}]},
-    ]
+    said = [{"type": "input_text", "text": "21"}]
+    result = {"type": "function_call_output", "call_id": "c1", "output": said}
     thinker.backend.script = says(thinker.ids("warm"))
-    first = create(thinker, input=given)
+    first = create(thinker, input=[user("a"), call, result])
     second = create(thinker, input="more", previous_response_id=first.id)
     pages = thinker.client.responses.input_items
     items = list(pages.list(second.id, order="asc", limit=2))
-    read = [(item.type, item.to_dict().get("content", item.to_dict().get("output"))) for item in items]
-    assert [kind for kind, _ in read] == [
-        "message",
-        "function_call",
-        "function_call_output",
-        "message",
-        "message",
+    asked, called, *others = [item.to_dict() for item in items]
+    assert called["type"] == "function_call"
+    read = [(each["type"], *each.get("content", each.get("output"))) for each in (asked, *others)]
+    assert [(kind, part["type"], part["text"]) for kind, part in read] == [
+        ("message", "input_text", "a"),
+        ("function_call_output", "input_text", "21"),
+        ("message", "output_text", "warm"),
+        ("message", "input_text", "more"),
     ]
-    assert [parts[0]["type"] for _, parts in (read[0], *read[2:])] == ["input_text"] * 2 + [
-        "output_text",
-        "input_text",
-    ]
-    assert [parts[0]["text"] for _, parts in (read[0], *read[2:])] == ["a", "21", "warm", "more"]
     ids = [str(item.id) for item in items]
     assert len(set(ids)) == len(ids)
     assert first.output[0].id == ids[3]
@@ -88,10 +81,8 @@ def test_a_wrong_query_is_a_400_that_names_it(
 
 def test_what_was_not_in_the_background_is_cancelled_by_its_client_alone(server: Server) -> None:
     id_ = post(server).json()["id"]
-    assert (
-        "ends with its client"
-        in assert_error(ask(server, "POST", f"{id_}/cancel"), 400, "invalid_request")["message"]
-    )
+    refused = assert_error(ask(server, "POST", f"{id_}/cancel"), 400, "invalid_request")
+    assert "ends with its client" in refused["message"]
 
 
 def test_an_output_without_its_call_is_refused_where_all_calls_are_known(server: Server) -> None:

@@ -49,13 +49,6 @@ def test_what_is_put_is_found_by_its_client_with_all_that_went_before_it() -> No
         store.items("phone", "a")
 
 
-def test_the_oldest_makes_room() -> None:
-    store = ResponseStore(most=2)
-    for id_ in "abc":
-        put(store, id_, "x")
-    assert known(store, "a", "b", "c") == ["b", "c"]
-
-
 def test_size_counts_and_is_given_back() -> None:
     store = ResponseStore()
     put(store, "a", "x" * 1000)
@@ -125,10 +118,8 @@ def test_a_client_with_much_makes_room_for_others_and_what_runs_goes_last() -> N
     running.cancel = lambda: cancelled.append("run")
     for id_ in "abc":
         store.put("phone", id_, b"[]", body())
-    assert (known(store, "mine"), known(store, "run", "a", "b", "c", client="phone")) == (
-        ["mine"],
-        ["run", "b", "c"],
-    )
+    assert known(store, "mine") == ["mine"]
+    assert known(store, "run", "a", "b", "c", client="phone") == ["run", "b", "c"]
     small = ResponseStore(most_bytes=3000)
     put(small, "mine", "x" * 500)
     running = small.start("phone", "run", b"[]", body(), events=True)
@@ -166,9 +157,9 @@ def test_what_only_a_socket_may_continue() -> None:
         store.put("phone", id_, b"[]", body(item(id_)), socket="s1")
     assert store.items("phone", "second", "s1") == [item("second")]
     for client, id_, socket in (
-        *(("phone", "second", ""), ("phone", "second", "s2"), ("", "second", "s1")),
-        *(("phone", "first", "s1"), ("phone", "s1", "s1"), ("phone", "s1", "")),
-    ):
+        ("phone", "second", ""), ("phone", "second", "s2"), ("", "second", "s1"),
+        ("phone", "first", "s1"), ("phone", "s1", "s1"), ("phone", "s1", ""),
+    ):  # fmt: skip
         with pytest.raises(RequestError):
             store.find(client, id_, socket=socket)
     store.delete("phone", "s1")

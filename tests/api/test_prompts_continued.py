@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import ollama
 import pytest
 from tokenizers import Tokenizer
 
 from mlxtp.text.conversation import tool_json
 from mlxtp.text.tokenizer import Text
 
-from .conftest import BYTE_FALLBACK, WAIT_S, FakeBackend, Loaded, Server, says, serving
+from .conftest import BYTE_FALLBACK, FakeBackend, Loaded, Server, says, serving
 from .test_prompts_replay import ADD, CALL, TEMPLATE, Remembering, common, made, remembering
 
 pytestmark = pytest.mark.slow
@@ -35,64 +33,8 @@ def server(text_of_model: tuple[Tokenizer, Text]) -> Iterator[Remembering]:
         yield found
 
 
-Turn = Callable[[Server, str], tuple[str, int]]
-"""Send a message of the user and the beginning of the answer; return what follows it, and its tokens."""
-
-
-def chat(server: Server, given: str) -> tuple[str, int]:
-    flags = {"continue_final_message": True, "add_generation_prompt": False}
-    messages: Any = [USER, {"role": "assistant", "content": given}]
-    answer = server.client.chat.completions.create(model="tiny", messages=messages, extra_body=flags)
-    assert answer.usage is not None
-    return answer.choices[0].message.content or "", answer.usage.completion_tokens
-
-
-def streamed_chat(server: Server, given: str) -> tuple[str, int]:
-    """Without flags, as Open WebUI's and llama.cpp's Continue, and with aider's field."""
-    messages: Any = [USER, {"role": "assistant", "content": given, "prefix": True}]
-    chunks = server.client.chat.completions.create(
-        model="tiny", messages=messages, stream=True, stream_options={"include_usage": True}
-    )
-    *parts, last = chunks
-    assert last.usage is not None
-    return "".join([part.choices[0].delta.content or "" for part in parts]), last.usage.completion_tokens
-
-
-def responses(server: Server, given: str) -> tuple[str, int]:
-    items: Any = [USER, {"role": "assistant", "content": [{"type": "output_text", "text": given}]}]
-    answer = server.client.responses.create(model="tiny", input=items)
-    assert answer.usage is not None
-    return answer.output_text, answer.usage.output_tokens
-
-
-def messages(server: Server, given: str) -> tuple[str, int]:
-    turns: Any = [USER, {"role": "assistant", "content": given}]
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        answer = client.messages.create(model="tiny", messages=turns, max_tokens=50)
-        counted = client.messages.count_tokens(model="tiny", messages=turns)
-    assert counted.input_tokens == answer.usage.input_tokens
-    return "".join(
-        [block.text for block in answer.content if block.type == "text"]
-    ), answer.usage.output_tokens
-
-
-def by_ollama(server: Server, given: str) -> tuple[str, int]:
-    client = ollama.Client(host=server.url, timeout=WAIT_S, trust_env=False)
-    answer = client.chat(model="tiny", messages=[USER, {"role": "assistant", "content": given}])
-    return answer.message.content or "", answer.eval_count or 0
-
-
-@pytest.mark.parametrize("turn", [chat, streamed_chat, responses, messages, by_ollama])
-def test_each_dialect_continues_the_last_message_and_shows_what_follows(
-    server: Remembering, turn: Turn
-) -> None:
-    server.backend.say(" wide world </s>")
-    assert turn(server, "hello") == (" wide world ", len(server.ids(" wide world </s>")))
-    assert server.backend.prompts() == [f"{ASKED}hello"]
-
-
 def post(server: Server, path: str, body: Mapping[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={"model": "tiny"} | body, timeout=WAIT_S, trust_env=False)
+    return server.ask("POST", path, {"model": "tiny"} | body)
 
 
 def begun(content: object = "hello", **more: object) -> list[dict[str, object]]:
@@ -102,8 +44,50 @@ def begun(content: object = "hello", **more: object) -> list[dict[str, object]]:
 CHAT, MESSAGES, OLLAMA, RESPONSES = "/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"
 THOUGHT = begun("", reasoning_content="hm")
 JSON = {"response_format": {"type": "json_object"}}
+THINKS = {"thinking": {"type": "enabled", "budget_tokens": 2000}}
 USE = [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]
 CALLED = {"tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]}
+
+
+def at(body: Any, path: str) -> Any:
+    """The part of an answer at a path such as `choices.0.text`."""
+    for name in path.split("."):
+        body = body[int(name) if name.isdigit() else name]
+    return body
+
+
+FLAGS = {"continue_final_message": True, "add_generation_prompt": False}
+OUTPUT = [{"type": "output_text", "text": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text", "tokens"),
+    [
+        (CHAT, {"messages": begun()} | FLAGS, "choices.0.message.content", "usage.completion_tokens"),
+        # without flags, as Open WebUI's and llama.cpp's Continue, and with aider's field
+        (CHAT, {"messages": begun(prefix=True)}, "choices.0.message.content", "usage.completion_tokens"),
+        (RESPONSES, {"input": begun(OUTPUT)}, "output.0.content.0.text", "usage.output_tokens"),
+        (MESSAGES, {"messages": begun(), "max_tokens": 50}, "content.0.text", "usage.output_tokens"),
+        (OLLAMA, {"messages": begun(), "stream": False}, "message.content", "eval_count"),
+    ],
+)
+def test_each_dialect_continues_the_last_message_and_shows_what_follows(
+    server: Remembering, path: str, body: Mapping[str, Any], text: str, tokens: str
+) -> None:
+    server.backend.say(" wide world </s>")
+    answer = post(server, path, body).json()
+    assert (at(answer, text), at(answer, tokens)) == (" wide world ", len(server.ids(" wide world </s>")))
+    assert server.backend.prompts() == [f"{ASKED}hello"]
+    if path == MESSAGES:
+        counted = post(server, f"{path}/count_tokens", body).json()
+        assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+
+
+def test_a_stream_has_what_follows(server: Remembering) -> None:
+    server.backend.say(" wide world </s>")
+    messages: Any = begun()
+    chunks = server.client.chat.completions.create(model="tiny", messages=messages, stream=True)
+    assert "".join([chunk.choices[0].delta.content or "" for chunk in chunks]) == " wide world "
 
 
 @pytest.mark.parametrize(
@@ -111,11 +95,7 @@ CALLED = {"tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{
     [
         (CHAT, {"messages": [USER], "continue_final_message": True}, "last message is not the assistant's"),
         (CHAT, {"messages": [USER], "add_generation_prompt": False}, "last message is not the assistant's"),
-        (
-            CHAT,
-            {"messages": begun(), "continue_final_message": True, "add_generation_prompt": True},
-            "are both true",
-        ),
+        (CHAT, {"messages": begun()} | FLAGS | {"add_generation_prompt": True}, "are both true"),
         (CHAT, {"messages": begun(), "chat_template_kwargs": {"continue_final_message": 1}}, "true or false"),
         (CHAT, {"messages": begun("", **CALLED)}, "a call cannot be continued; send the calls' results"),
         (CHAT, {"messages": begun(CALL), "tools": [tool_json(ADD)]}, "has a whole call in its text"),
@@ -124,16 +104,8 @@ CALLED = {"tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{
         (CHAT, {"messages": THOUGHT, "reasoning_effort": "low"} | JSON, "it is a thought"),
         (CHAT, {"messages": begun("1, " * 4000)} | JSON, "tokens; at most 4096 can be held to a format"),
         (MESSAGES, {"messages": begun("hello \n"), "max_tokens": 9}, "cannot end with trailing whitespace"),
-        (
-            MESSAGES,
-            {"messages": begun(), "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 2000}},
-            "must start with a thinking block",
-        ),
-        (
-            MESSAGES,
-            {"messages": begun(USE), "max_tokens": 9},
-            "a call cannot be continued",
-        ),
+        (MESSAGES, {"messages": begun(), "max_tokens": 9} | THINKS, "must start with a thinking block"),
+        (MESSAGES, {"messages": begun(USE), "max_tokens": 9}, "a call cannot be continued"),
         (OLLAMA, {"messages": begun("", **CALLED)}, "a call cannot be continued"),
     ],
 )  # fmt: skip
@@ -204,12 +176,9 @@ def test_a_continued_answer_and_the_turns_after_it_repeat_its_tokens(
     def told(number: int, begun: str = "", more: str = "") -> dict[str, Any]:
         """Return what the client then keeps of an answer, without thoughts unless it `thinks`."""
         message = answers[number].json()["choices"][0]["message"]
-        thoughts = (
-            {"reasoning_content": thoughts}
-            if thinks and (thoughts := message.get("reasoning_content"))
-            else {}
-        )
-        return {"role": "assistant", "content": begun + message["content"] + more} | thoughts
+        message["content"] = begun + message["content"] + more
+        kept = ("role", "content", "reasoning_content") if thinks else ("role", "content")
+        return {name: message[name] for name in kept if name in message}
 
     answers = [post(server, CHAT, {"messages": [USER]})]
     first = told(0, more=more)

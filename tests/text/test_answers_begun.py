@@ -6,6 +6,7 @@ import re
 from array import array
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,15 +20,14 @@ from .families import SPECIALS, WRITERS
 from .reading import FORMATS, MARKUPS, THINK, Read, collected, parser, pieces
 
 HARMONY = MARKUPS["<|channel|>analysis<|message|>"]
-MARKUP = {"harmony": HARMONY}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADDED = ("add", {"a": 1})
 
 
-def goes_on(reading: AnswerParser, given: str, rest: str, *, cut: bool = False) -> Read:
+def goes_on(reading: AnswerParser, given: str, rest: str) -> Read:
     reading.begin_with([(given, False)])
     parts = [part for sign in rest for part in reading.push(sign)]
-    parts += reading.finish(cut)
+    parts += reading.finish(False)
     assert reading.held == 0
     return collected(parts)
 
@@ -37,7 +37,6 @@ def goes_on(reading: AnswerParser, given: str, rest: str, *, cut: bool = False) 
     [
         ({}, "Hello", " world", Read(" world")),
         ({}, "Hello ", "world", Read("world")),
-        ({}, " ", "Hello", Read("Hello")),
         ({}, "", " Hello ", Read(" Hello ")),
         # half a marker of text, of thoughts, and of a call
         ({}, "a <", "b", Read("b")),
@@ -73,22 +72,15 @@ def test_what_follows_is_read_from_the_state_that_the_beginning_leaves(
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_of_all_families_may_be_begun_anywhere(name: str) -> None:
     wanted = ("search", {"query": "two words"})
-    how, specials, random = (
-        {"name": name, "markup": MARKUP.get(name, THINK)},
-        SPECIALS.get(name, ()),
-        Random(1),
-    )
+    how: Any = {"name": name, "markup": HARMONY if name == "harmony" else THINK}
+    specials, random = SPECIALS.get(name, ()), Random(1)
     words = "" if FORMATS[name].bare else "Let me see. "
     answer = words + WRITERS[name]([wanted])
-    inside = {
-        at
-        for each in specials
-        for found in re.finditer(re.escape(each), answer)
-        for at in range(*found.span())[1:]
-    }
+    marks = [mark.span() for each in specials for mark in re.finditer(re.escape(each), answer)]
+    places = [at for at in range(len(answer)) if not any(start < at < end for start, end in marks)]
     begun = 0
-    for at in sorted(random.sample(sorted({*range(len(answer))} - inside), 15)):
-        reading = parser(**how)  # type: ignore[arg-type]
+    for at in random.sample(places, 15):
+        reading = parser(**how)
         try:
             reading.begin_with(pieces(answer[:at], specials, random))
         except RequestError:  # it had the whole call

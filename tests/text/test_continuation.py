@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import RequestError
-from mlxtp.text.continuation import continued_prompt
+from mlxtp.text.continuation import Render, continued_prompt
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.markups import Markup
 from mlxtp.text.renderer import LocalRenderer
@@ -84,37 +84,31 @@ def test_earlier_turns_stay_and_tools_are_offered(texts: dict[str, Text]) -> Non
 MARKUP = Markup(("<think>", "</think>"))
 
 
-def fake(opening: str) -> str:
-    """Return the prompt with the client's own thoughts, of a template that begins answers in this way."""
-
-    def render(conversation: Conversation, prompting: bool) -> str:
-        return "U\nA\n" + opening if prompting else ""
-
-    given = (user("U"), said("<think>\nHM"))
-    return continued_prompt(Conversation(given, continues=True), MARKUP, render)
+def continued(given: ChatMessage, render: Render) -> str:
+    return continued_prompt(Conversation((user("U"), given), continues=True), MARKUP, render)
 
 
 @pytest.mark.parametrize(
     ("opening", "begins"),
     [
         ("", "<think>\n"),
+        ("<think>", "<think>"),
+        ("<think>\n", "<think>\n"),
         ("</think>", "<think>\n"),
         ("<think></think>", "<think>"),
         ("<think>\n\n</think>\n\n", "<think>\n"),
     ],
 )
-def test_thoughts_begin_as_the_template_writes_them(opening: str, begins: str) -> None:
+def test_thoughts_begin_as_the_template_or_the_client_writes_them(opening: str, begins: str) -> None:
     def render(conversation: Conversation, prompting: bool) -> str:
         return "A\n" + opening if prompting else "A\n<think>\n" + conversation.messages[-1].text
 
-    for given, ending in ((said("", thought="HM"), f"{begins}HM"), (said("A"), "A")):  # text is not thought
-        asked = Conversation((user("U"), given), continues=True)
-        assert continued_prompt(asked, MARKUP, render) == f"A\n{ending}"
-
-
-@pytest.mark.parametrize("opening", ["", "<think>\n", "<think>", "</think>", "<think>\n\n</think>\n\n"])
-def test_thoughts_that_the_client_marked_take_the_place_of_the_template_s(opening: str) -> None:
-    assert fake(opening).removeprefix("U\nA").lstrip("\n") == "<think>\nHM"
+    for given, ending in (
+        (said("", thought="HM"), f"{begins}HM"),
+        (said("<think>\nHM"), "<think>\nHM"),
+        (said("A"), "A"),  # text is not thought
+    ):
+        assert continued(given, render) == f"A\n{ending}"
 
 
 def test_thoughts_go_on_where_the_template_begins_them_and_drops_them_later() -> None:
@@ -123,8 +117,7 @@ def test_thoughts_go_on_where_the_template_begins_them_and_drops_them_later() ->
         return turns + "<assistant><think>\n" * prompting
 
     for given, ending in ((said("", thought="HM"), "HM"), (said("A", thought="HM"), "HM\n</think>\n\nA")):
-        asked = Conversation((user("U"), given), continues=True)
-        assert continued_prompt(asked, MARKUP, render) == f"<user>U<assistant><think>\n{ending}"
+        assert continued(given, render) == f"<user>U<assistant><think>\n{ending}"
 
 
 @pytest.mark.parametrize("given", [said("<think>HM"), said("", thought="HM")])
@@ -140,16 +133,14 @@ def test_no_thoughts_go_on_where_they_are_turned_off(texts: dict[str, Text], giv
 def test_a_text_that_is_not_to_be_found_is_refused(tmp_path: Path, content: str) -> None:
     template = "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}"
     text = Text(LocalRenderer.load(save(byte_level(), tmp_path, template)))
-    with pytest.raises(
-        RequestError, match="cannot be continued: the model's chat template writes it in an"
-    ) as e:
+    words = "cannot be continued: the model's chat template writes it in another form"
+    with pytest.raises(RequestError, match=words) as caught:
         prompt(text, said("A-ONE"))
-    assert e.value.param == "messages"
+    assert caught.value.param == "messages"
 
 
 def test_white_space_behind_a_marker_takes_no_quadratic_time() -> None:
     def render(conversation: Conversation, prompting: bool) -> str:
         return f"<think>{' ' * 300_000}x<assistant>"
 
-    asked = Conversation((user("U"), said("<think>HM")), continues=True)
-    assert continued_prompt(asked, MARKUP, render).endswith("x<assistant><think>HM")
+    assert continued(said("<think>HM"), render).endswith("x<assistant><think>HM")

@@ -14,14 +14,7 @@ from typing import Any
 import platformdirs
 import pytest
 
-from mlxtp.config import (
-    Limits,
-    Settings,
-    is_loopback,
-    lines_of,
-    resolve_join,
-    resolve_settings,
-)
+from mlxtp.config import Limits, Settings, is_loopback, lines_of, resolve_join, resolve_settings
 from mlxtp.errors import Code, ConfigError, ModelError
 from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.placement.model_shape import shape_of

@@ -16,14 +16,7 @@ from pydantic import create_model
 from ..errors import RequestError
 from ..text.call_style import CallStyle, Separators
 from ..text.calls import CallFormat
-from ..text.conversation import (
-    AUTO,
-    NONE,
-    REQUIRED,
-    Conversation,
-    GenerationOptions,
-    GenerationRequest,
-)
+from ..text.conversation import AUTO, NONE, REQUIRED, Conversation, GenerationOptions, GenerationRequest
 from ..text.markups import JSON_CALLS
 from ..text.tokenizer import Text
 from ..text.tool_grammar import (

@@ -446,11 +446,7 @@ class TlsHandshake(SSLProtocol):
     """TLS of one connection. `all_` contains it while the TCP connection is open."""
 
     def __init__(
-        self,
-        connection: HttpConnection,
-        context: ssl.SSLContext,
-        handshake_s: float,
-        all_: set[TlsHandshake],
+        self, connection: HttpConnection, context: ssl.SSLContext, handshake_s: float, all_: set[TlsHandshake]
     ) -> None:
         nobody_waits: Any = None
         limit_s: Any = handshake_s

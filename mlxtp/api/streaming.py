@@ -16,14 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import Code, GroupError, MlxtpError
-from ..text.transcript import (
-    AnswerEvent,
-    ChoiceFinishReason,
-    ContentDelta,
-    Finish,
-    Transcript,
-    WholeAnswer,
-)
+from ..text.transcript import AnswerEvent, ChoiceFinishReason, ContentDelta, Finish, Transcript, WholeAnswer
 from .adapter import About, Dialect, Json, in_words_of, internal_error
 from .backend import Progress, StreamEnd, Tokens, TokenStream
 from .request_context import note

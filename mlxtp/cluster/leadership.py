@@ -64,13 +64,7 @@ class Leadership:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        term: int,
-        now: float,
-        calm: Debounce | None = None,
-        *,
-        founder: bool = True,
+        self, replica: Replica, term: int, now: float, calm: Debounce | None = None, *, founder: bool = True
     ) -> None:
         self.self_id = replica.self_id
         self._replica = replica

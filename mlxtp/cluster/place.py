@@ -14,15 +14,7 @@ from functools import cache, cached_property
 from heapq import heappop, heappush
 
 from ..placement.candidates import Fabrics, preference
-from ..placement.cost_model import (
-    ALONE,
-    FABRICS,
-    JACCL,
-    RankMemory,
-    rank_memory,
-    stages,
-    usable_bytes,
-)
+from ..placement.cost_model import ALONE, FABRICS, JACCL, RankMemory, rank_memory, stages, usable_bytes
 from ..placement.faults import is_scarce
 from ..placement.formation import FailedGroup
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape

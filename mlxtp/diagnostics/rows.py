@@ -17,15 +17,7 @@ from rich.text import Text
 from ..placement import faults
 from ..placement.faults import ORDER, THUNDERBOLT_5_GBPS, Finding, Level, is_older, place, version
 from ..wire.cluster_messages import Machine
-from .checks import (
-    OF_FACTS,
-    SHOWN,
-    certificate_state,
-    fingerprints,
-    gb,
-    names,
-    stage_shares,
-)
+from .checks import OF_FACTS, SHOWN, certificate_state, fingerprints, gb, names, stage_shares
 from .facts import MachineFacts
 
 FAULTS = (*faults.FAULTS, *OF_FACTS)

@@ -131,11 +131,7 @@ class FabricBench:
     """
 
     def __init__(
-        self,
-        node: ClusterNode,
-        gateway: Gateway,
-        shown: Callable[[str], Supervisor],
-        results: FabricResults,
+        self, node: ClusterNode, gateway: Gateway, shown: Callable[[str], Supervisor], results: FabricResults
     ) -> None:
         self._node = node
         self._gateway = gateway

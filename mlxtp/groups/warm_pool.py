@@ -86,11 +86,7 @@ class WarmPool:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path = Path(),
-        wanted: int = 0,
-        heard: Heard | None = None,
+        self, command: Sequence[str], folder: Path = Path(), wanted: int = 0, heard: Heard | None = None
     ) -> None:
         self._command = tuple(command)
         self._folder = folder

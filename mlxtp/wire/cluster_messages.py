@@ -31,15 +31,7 @@ from .codecs import (
     texts,
 )
 from .codecs import holding as _f
-from .messages import (
-    MAX_GROUP_ID,
-    MAX_LAYERS,
-    MAX_RANKS,
-    Bootstrap,
-    Gathered,
-    Pong,
-    SideChannel,
-)
+from .messages import MAX_GROUP_ID, MAX_LAYERS, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 from .peer_messages import MAX_CERTIFICATE_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------

@@ -14,14 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from .codecs import FieldCodec, Message
-from .frames import (
-    MAX_DEPTH,
-    MAX_FRAME,
-    MAX_ITEMS,
-    MAX_OBJECTS,
-    MAX_OPENING_FRAME,
-    messages,
-)
+from .frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME, messages
 from .messages import PROTOCOL_VERSION
 from .protocol import TERMINAL, LinkKind, LinkState, RequestFailed, Side, table
 

@@ -25,14 +25,7 @@ from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.replay import Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.transcript import (
-    AnswerEvent,
-    CallArguments,
-    CallBegan,
-    ContentDelta,
-    Finish,
-    WholeAnswer,
-)
+from mlxtp.text.transcript import AnswerEvent, CallArguments, CallBegan, ContentDelta, Finish, WholeAnswer
 from mlxtp.wire.messages import Generate
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving

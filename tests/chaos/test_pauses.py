@@ -16,13 +16,7 @@ from mlxtp.errors import Code
 
 from ..reference import prompt_ids
 from .answers import COUNT, KINDS, LONG, Answer, Fields
-from .harness import (
-    FaultyCluster,
-    assert_honest,
-    assert_recovered,
-    assert_recovered_each_time,
-    before,
-)
+from .harness import FaultyCluster, assert_honest, assert_recovered, assert_recovered_each_time, before
 from .orders import Order
 from .test_deaths import LOST
 

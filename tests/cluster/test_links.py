@@ -227,13 +227,7 @@ HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
 
 @pytest.mark.parametrize(
     "greeting",
-    [
-        encode(BEAT, 0, 1),
-        encode(SessionEnd(), 0, 1),
-        os.urandom(64),
-        (1 << 20).to_bytes(4, "big"),
-        b"",
-    ],
+    [encode(BEAT, 0, 1), encode(SessionEnd(), 0, 1), os.urandom(64), (1 << 20).to_bytes(4, "big"), b""],
     ids=["a beat", "a goodbye", "noise", "a large frame", "silence"],
 )
 @played()

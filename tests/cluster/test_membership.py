@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.membership import (
-    Change,
-    Duplicate,
-    Membership,
-    MemberState,
-    MemberStatus,
-    Timeouts,
-)
+from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState, MemberStatus, Timeouts
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS
 

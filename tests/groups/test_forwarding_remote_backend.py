@@ -53,9 +53,7 @@ def gateway() -> Gateway:
     return made
 
 
-async def linked(
-    theirs: Gateway,
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, asyncio.Future[None]]:
+async def linked(theirs: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, asyncio.Future[None]]:
     """One end of a new link, and what serves requests at the other until it ends."""
     one, other = socket.socketpair()
     serving = asyncio.ensure_future(serve_requests(*await asyncio.open_connection(sock=other), theirs))

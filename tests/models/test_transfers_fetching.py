@@ -682,11 +682,7 @@ def drip(channel: peer_copy.PeerConnection, lent: Lent, wanted: FileWanted, _: o
     ids=["it gets nothing new itself", "drips", "falls silent"],
 )
 def test_a_lender_of_which_nothing_comes_is_left(
-    pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: str,
-    lend: Callable[..., object] | None,
-    said: str,
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, limit: str, lend: Callable[..., object] | None, said: str
 ) -> None:
     monkeypatch.setattr(peer_copy, limit, 0.5)
     if lend is None:

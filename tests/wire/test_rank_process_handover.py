@@ -85,11 +85,7 @@ def test_a_spare_whose_agent_went_before_it_was_ready_has_nothing_to_do(pair: Pa
 
 @pytest.mark.parametrize(
     "said",
-    [
-        struct.pack(">I", 0),
-        struct.pack(">I", MAX_ARGUMENTS + 1) + b"x",
-        struct.pack(">I", 6) + b"--rank1",
-    ],
+    [struct.pack(">I", 0), struct.pack(">I", MAX_ARGUMENTS + 1) + b"x", struct.pack(">I", 6) + b"--rank1"],
     ids=["nothing", "too much", "more than it said"],
 )
 def test_what_no_agent_says_is_refused(pair: Pair, said: bytes) -> None:

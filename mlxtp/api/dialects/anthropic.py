@@ -537,11 +537,7 @@ def error_body(error: MlxtpError, status: int) -> Json:
     """Return an error. Overload is `overloaded_error` at any status, so that clients wait and retry."""
     other = "invalid_request_error" if status < 500 else "api_error"
     kind = "overloaded_error" if error.code is Code.OVERLOADED else _ERROR_TYPES.get(status, other)
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.detail},
-        "request_id": request_id(),
-    }
+    return {"type": "error", "error": {"type": kind, "message": error.detail}, "request_id": request_id()}
 
 
 def request_id() -> str:

@@ -12,14 +12,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from ...errors import RequestError
-from ...text.conversation import (
-    Call,
-    ChatMessage,
-    Conversation,
-    GenerationOptions,
-    GenerationRequest,
-    Tool,
-)
+from ...text.conversation import Call, ChatMessage, Conversation, GenerationOptions, GenerationRequest, Tool
 from ..adapter import Json
 from ..answer_shapes import NO_ITEMS, NULL, rules
 from ..backend import ModelInfo

@@ -328,12 +328,7 @@ def _thoughts(message: MessageInput) -> str:
 
 def _thinking(message: MessageInput) -> tuple[Any, ...]:
     """Return the fields that different servers use for thoughts, in order of precedence."""
-    return (
-        message.reasoning_content,
-        message.reasoning,
-        message.reasoning_details,
-        message.thinking_blocks,
-    )
+    return (message.reasoning_content, message.reasoning, message.reasoning_details, message.thinking_blocks)
 
 
 #: Variables that mlxtp sets in a template; clients may set the others.
@@ -475,11 +470,7 @@ def prompt_scores(about: About, whole: WholeAnswer, top: int) -> Json:
         ranked = {other: (logprob, rank) for rank, (other, logprob) in enumerate(score.top[:top], 1)}
         rows.append(
             {
-                str(each): {
-                    "logprob": bounded(logprob),
-                    "rank": rank,
-                    "decoded_token": about.names(each)[0],
-                }
+                str(each): {"logprob": bounded(logprob), "rank": rank, "decoded_token": about.names(each)[0]}
                 for each, (logprob, rank) in ({token: (score.logprob, None)} | ranked).items()
             }
         )

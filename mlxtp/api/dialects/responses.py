@@ -451,10 +451,7 @@ def response_body(
         "service_tier": "default",
         "store": request.kept,
         "temperature": settings.get("temperature", 1.0 if used is None else used.temperature),
-        "text": {
-            "format": wanted.format,
-            "verbosity": (request.text and request.text.verbosity) or "medium",
-        },
+        "text": {"format": wanted.format, "verbosity": (request.text and request.text.verbosity) or "medium"},
         "tool_choice": wanted.tool_choice,
         "tools": wanted.repeated_tools,
         "top_logprobs": request.top_logprobs or 0,

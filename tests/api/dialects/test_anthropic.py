@@ -23,12 +23,7 @@ from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic import ANTHROPIC, SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
-from mlxtp.text.conversation import (
-    Call,
-    ChatMessage,
-    Conversation,
-    GenerationRequest,
-)
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_grammar import log_once

@@ -28,14 +28,7 @@ from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, StreamEnd, Tool
 from mlxtp.text.tool_grammar import log_once
-from mlxtp.text.transcript import (
-    CallArguments,
-    CallBegan,
-    ContentDelta,
-    Finish,
-    ReasoningDelta,
-    WholeAnswer,
-)
+from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta, WholeAnswer
 
 from ..conftest import WAIT_S, Server
 
@@ -380,16 +373,8 @@ CUT, OPEN = function_call('{"a') | {"status": "incomplete"}, function_call() | {
         (RESPONSES, [call_output("x", "z") | {"name": "f"}], [returned("x", "z")]),
         (RESPONSES, [CUT, call_output("no JSON")], [called('{"a'), returned("no JSON")]),
         (RESPONSES, [OPEN, call_output("x")], [called(), returned("x")]),
-        (
-            RESPONSES,
-            [SHELL, call_output("x")],
-            [called(LISTED, LOCAL), returned("x", name=LOCAL)],
-        ),
-        (
-            RESPONSES,
-            [PATCH, PATCHED],
-            [called(DELETED, APPLY), returned("failed", name=APPLY)],
-        ),
+        (RESPONSES, [SHELL, call_output("x")], [called(LISTED, LOCAL), returned("x", name=LOCAL)]),
+        (RESPONSES, [PATCH, PATCHED], [called(DELETED, APPLY), returned("failed", name=APPLY)]),
         (RESPONSES, [SCREEN], [returned(IMAGE, name="")]),
         (RESPONSES, [NAMELESS], [called('{"input": ""}', "")]),
     ],

@@ -40,6 +40,7 @@ from .responses_background import BackgroundResponse, over, replayed
 from .responses_items import CALLS, call_item, compaction_content, listed, object_in, search_call
 from .responses_request import (
     CompactRequest,
+    ReasoningSettings,
     ResponseRequest,
     ResponsesAnswerOptions,
     parse,
@@ -425,7 +426,7 @@ def response_body(
     """Return the response with this status."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
     request, settings, used = wanted.request, about.ask.options.settings, about.sampling
-    reasoning = request.reasoning
+    reasoning = request.reasoning or ReasoningSettings()
     return {
         "id": f"resp_{about.id}",
         "object": "response",
@@ -443,10 +444,7 @@ def response_body(
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": _text(request.prompt_cache_key),
-        "reasoning": {
-            "effort": reasoning.effort if reasoning is not None else None,
-            "summary": reasoning.summary if reasoning is not None else None,
-        },
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": _text(request.safety_identifier),
         "service_tier": "default",
         "store": request.kept,
@@ -530,9 +528,9 @@ class Responses(Adapter):
         counts, items = f"{PATH}/input_tokens", f"{ONE_PATH}/input_items"
         retrieve = Operation("GET", ONE_PATH, "A response, or its events", stream=SSE, query=RetrieveQuery)
         return {
-            create: partial(self._answer, self._parse),
+            create: partial(self._answer, parse),
             Operation("GET", PATH, "Open a WebSocket for response.create", always=426): self._open,
-            summarize: partial(self._answer, self._parse_compact),
+            summarize: partial(self._answer, parse_compact),
             Operation("POST", counts, "Count the tokens of an input", ResponseRequest): self._count,
             retrieve: self._retrieve,
             Operation("DELETE", ONE_PATH, "Forget a response"): self._delete,
@@ -541,11 +539,12 @@ class Responses(Adapter):
         }
 
     async def _answer(
-        self, parse: Callable[[bytes], GenerationRequest], generation: Generation, request: Request
+        self, read: Callable[..., GenerationRequest], generation: Generation, request: Request
     ) -> Response:
         if (socket := request.scope.get(SOCKET)) is not None:
-            parse = partial(parse_turn, store=self._store, client=_client(), socket=socket.id)
-        return await generation.answer(self, request, parse, slow=True)  # a short body may name a long one
+            read = partial(parse_turn, socket=socket.id)
+        read = partial(read, store=self._store, client=_client())
+        return await generation.answer(self, request, read, slow=True)  # a short body may name a long one
 
     async def _open(self, _generation: Generation, request: Request) -> Response:
         """Admit a WebSocket, whose first request this is."""
@@ -559,15 +558,13 @@ class Responses(Adapter):
         return Response(status_code=101)
 
     async def _retrieve(self, generation: Generation, request: Request) -> Response:
-        kept = self._store.find(_client(), request.path_params["response_id"])
+        kept = self._asked(request)
         query = checked(RetrieveQuery, dict(request.query_params), "")
         if not query.stream:
             return Response(kept.body, media_type="application/json")
         if kept.events is None:
-            words = (
-                "only responses created with background and stream have events to read again; leave it out"
-            )
-            raise RequestError(f"stream: {words}", param="stream")
+            words = "only responses created with background and stream have events to read again"
+            raise RequestError(f"stream: {words}; leave it out", param="stream")
         if why := self._readers.admit(client := _counted(request)):
             words = f"{why}: at most {MOST_READERS} streams of kept events are open on this Mac"
             words += f", {MOST_READERS_OF_ONE} of one client; close one"
@@ -577,12 +574,12 @@ class Responses(Adapter):
         return replayed(kept, query.starting_after, generation.keep_alive_s, reading)
 
     async def _delete(self, _generation: Generation, request: Request) -> Response:
-        kept = self._store.find(_client(), request.path_params["response_id"])
+        kept = self._asked(request)
         self._store.delete(*kept.key)
         return JSONResponse({"id": kept.id, "object": "response", "deleted": True})
 
     async def _cancel(self, _generation: Generation, request: Request) -> Response:
-        kept = self._store.find(_client(), request.path_params["response_id"])
+        kept = self._asked(request)
         if kept.cancel is not None:
             kept.cancel()
             await over(kept)
@@ -592,20 +589,18 @@ class Responses(Adapter):
         return Response(kept.body, media_type="application/json")
 
     async def _input_items(self, _generation: Generation, request: Request) -> Response:
-        kept = self._store.find(_client(), request.path_params["response_id"])
+        kept = self._asked(request)
         query = checked(ItemsQuery, dict(request.query_params), "")
         page = await asyncio.to_thread(page_of, kept, query)
         return Response(page, media_type="application/json")
 
     async def _count(self, generation: Generation, request: Request) -> Response:
-        tokens = await generation.count(request, self._parse)
+        tokens = await generation.count(request, partial(parse, store=self._store, client=_client()))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
-    def _parse(self, body: bytes) -> GenerationRequest:
-        return parse(body, self._store, _client())
-
-    def _parse_compact(self, body: bytes) -> GenerationRequest:
-        return parse_compact(body, self._store, _client())
+    def _asked(self, request: Request) -> StoredResponse:
+        """Return the response that a path names. Raises RequestError 404."""
+        return self._store.find(_client(), request.path_params["response_id"])
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [whole] = wholes

@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from mlxtp.api.backend import Sampling
-from mlxtp.api.dialects import responses as responses_module
+from mlxtp.api.dialects import responses_request
 from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import GroupError, RequestError
 from mlxtp.text.conversation import GenerationRequest
@@ -484,11 +484,12 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     """A body is checked, and a conversation that was kept is read, in another thread than the server's."""
     threads: list[str] = []
 
-    def noting(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
+    def noting(*given: Any) -> GenerationRequest:
         threads.append(threading.current_thread().name)
-        return parse(body, store, client)
+        return ask(*given)
 
-    monkeypatch.setattr(responses_module, "parse", noting)
+    ask = responses_request._ask
+    monkeypatch.setattr(responses_request, "_ask", noting)
     server.client.responses.input_tokens.count(model="tiny", input="hello")
     create(server)
     assert len(threads) == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def write(folder: Path, files: dict[str, Any], config: dict[str, Any] = QWEN) ->
 
 
 ALL = modules("Transformer", "Pooling", "Normalize")
+LOGIT, LOGIT_FILE = modules("Transformer", "LogitScore"), "1_LogitScore/config.json"
 LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 64}
 
 
@@ -57,10 +59,7 @@ LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "word
         ),
         (
             "qwen3_reranker",
-            {
-                "modules.json": modules("Transformer", "LogitScore"),
-                "1_LogitScore/config.json": {"true_token_id": 5, "false_token_id": 6},
-            },
+            {"modules.json": LOGIT, LOGIT_FILE: {"true_token_id": 5, "false_token_id": 6}},
             VectorModel(RERANK, scored=(6, 5), normalized=False),
         ),
     ],
@@ -69,18 +68,10 @@ def test_files_and_names_say_how_a_model_makes_vectors(
     tmp_path: Path, name: str, files: dict[str, Any], expected: VectorModel | None
 ) -> None:
     found = vector_model(write(tmp_path / name, files), QWEN)
-    width = {} if expected is None else {"width": 64}
-    assert found == (expected if expected is None else VectorModel(**{**as_fields(expected), **width}))
+    assert found == (expected and replace(expected, width=64))
     if found is not None:
         check_servable({**QWEN, "architectures": ["Qwen3Model"]} if found.kind == EMBED else QWEN, found)
         assert bool(headless(found)) == (found.kind == EMBED)
-
-
-def as_fields(model: VectorModel) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in VectorModel.__slots__}
-
-
-LOGIT = modules("Transformer", "LogitScore")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +83,7 @@ LOGIT = modules("Transformer", "LogitScore")
         ({POOLING: {**LAST, "include_prompt": False}}, {}, "leaves the prompt's tokens out"),
         ({"modules.json": modules("Transformer", "Pooling", "Dense"), POOLING: LAST}, {}, "a Dense, which"),
         ({"modules.json": modules("Transformer")}, {}, "names no pooling"),
-        ({"modules.json": LOGIT, "1_LogitScore/config.json": {}}, {}, "a prompt that is not known"),
+        ({"modules.json": LOGIT, LOGIT_FILE: {}}, {}, "a prompt that is not known"),
         ({POOLING: LAST}, {"use_bidirectional_attention": True}, "in both directions"),
         ({POOLING: LAST}, {"model_type": "bert"}, "an encoder; serve an embedding model that is a decoder"),
         ({}, {"model_type": "xlm-roberta"}, "an encoder; serve an embedding model that is a decoder"),
@@ -109,17 +100,11 @@ def test_what_is_not_computed_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "modules_json",
-    [
-        {},
-        [1],
-        [{"type": "Pooling"}],
-        [{"type": "Pooling", "path": ".."}],
-        [{"type": "Pooling", "path": "a/b"}],
-    ],
+    "damaged",
+    [{"x": 1}, [1], [{"type": "Pooling"}], *([{"type": "Pooling", "path": at}] for at in ("..", "a/b"))],
 )
-def test_damaged_files_are_named(tmp_path: Path, modules_json: Any) -> None:
-    write(tmp_path, {"modules.json": [*modules_json] if isinstance(modules_json, list) else {"x": 1}})
+def test_damaged_files_are_named(tmp_path: Path, damaged: Any) -> None:
+    write(tmp_path, {"modules.json": damaged})
     with pytest.raises(ModelError, match=r"modules\.json"):
         vectors_in(tmp_path)
 

@@ -141,16 +141,8 @@ def test_a_ranking_in_every_path(mac: Cluster) -> None:
         ("/v1/embeddings", {"model": "tiny", "input": "x"}, "tiny writes text, and embeddings need"),
         ("/api/embed", {"model": RANKS, "input": "x"}, "scores documents, and embeddings need"),
         ("/v1/rerank", {"model": FOUND, "query": "q", "documents": ["x"]}, "and a ranking needs"),
-        (
-            "/v1/chat/completions",
-            {"model": FOUND, "messages": [{"role": "user", "content": "x"}]},
-            "an answer",
-        ),
-        (
-            "/v1/embeddings",
-            {"input": ["x", LONG]},
-            "input[1] has 2000 tokens, and mean-pooling takes at most 512",
-        ),
+        ("/v1/completions", {"model": FOUND, "prompt": "x"}, "an answer"),
+        ("/v1/embeddings", {"input": ["x", LONG]}, "has 2000 tokens, and mean-pooling takes at most 512"),
         ("/v1/rerank", {"query": "q", "documents": ["x", 5]}, "documents[1]: expected a string"),
         ("/v1/rerank", {"documents": ["x"]}, "query is missing"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),

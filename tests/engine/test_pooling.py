@@ -44,11 +44,9 @@ def vectors(share: ModelShare, most: int, texts: list[list[int]] = TEXTS, **how:
     steps, rows = run(requests), dict[int, Rows]()
     assert [step.ended for step in steps] == [False] * (len(steps) - 1) + [True]
     assert steps[-1].computed == sum(map(len, texts))
-    for step in steps:
-        if step.places:
-            rows |= dict(
-                zip(step.places, np.frombuffer(step.data, "<f4").reshape(len(step.places), -1), strict=True)
-            )
+    for step in filter(lambda each: each.places, steps):
+        found = np.frombuffer(step.data, "<f4").reshape(len(step.places), -1)
+        rows |= dict(zip(step.places, found, strict=True))
     return np.stack([rows[place] for place in range(len(texts))])
 
 

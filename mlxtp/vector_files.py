@@ -16,13 +16,9 @@ from .model_config import Config, number, text_config
 from .model_files import MAX_CONFIG_BYTES, table, text_of
 
 EMBED, RERANK = "embedding", "rerank"  #: kinds
+SETTINGS, LIMITS = "config_sentence_transformers.json", "sentence_bert_config.json"
 #: Files to read, on the Hub too.
-VECTOR_FILES = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "?_*/config.json",
-)
+VECTOR_FILES = ("modules.json", SETTINGS, LIMITS, "?_*/config.json")
 #: Reads texts in both directions, which no decoder does.
 ENCODERS = frozenset(
     ("albert", "bert", "camembert", "deberta", "distilbert", "electra", "eurobert", "modernbert", "mpnet",
@@ -74,14 +70,14 @@ def vector_model(folder: Path, config: Config) -> VectorModel | None:
         found = replace(found, flaw="it ranks by a prompt that is not known; Qwen3-Reranker's is")
     if text_config(config).get("use_bidirectional_attention"):
         found = replace(found, flaw="its layers read texts in both directions, and mlx-lm's only forwards")
-    more, beside = folder / "config_sentence_transformers.json", folder / "sentence_bert_config.json"
-    if more.is_file():
-        told = table(more, MAX_CONFIG_BYTES)
-        prompts = {str(name): str(text) for name, text in (told.get("prompts") or found.prompts).items()}
-        found = replace(found, prompts=prompts, default_prompt=str(told.get("default_prompt_name") or ""))
-    if beside.is_file():
-        found = replace(found, context=number(table(beside, MAX_CONFIG_BYTES), "max_seq_length"))
-    return replace(found, width=number(text_config(config), "hidden_size"))
+    told, limits = _optional(folder / SETTINGS), _optional(folder / LIMITS)
+    return replace(
+        found,
+        width=number(text_config(config), "hidden_size"),
+        context=number(limits, "max_seq_length"),
+        prompts={str(name): str(text) for name, text in (told.get("prompts") or found.prompts).items()},
+        default_prompt=str(told.get("default_prompt_name") or ""),
+    )
 
 
 def headless(vectors: VectorModel | None) -> Config:
@@ -91,6 +87,10 @@ def headless(vectors: VectorModel | None) -> Config:
 
 def _table(folder: Path) -> dict[str, Any]:
     return table(folder / "config.json", MAX_CONFIG_BYTES)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return table(path, MAX_CONFIG_BYTES) if path.is_file() else {}
 
 
 def _of_modules(folder: Path) -> VectorModel | None:

@@ -19,7 +19,7 @@ from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from ..text.conversation import GenerationRequest
 from ..text.tokenizer import Name
 from ..text.transcript import AnswerEvent, WholeAnswer
-from .answer_shapes import ANSWERS, refusal, schema
+from .answer_shapes import ANSWERS, EVENTS, refusal, schema
 from .backend import Sampling
 from .catalog import TooLong
 
@@ -89,13 +89,13 @@ def _operation(operation: Operation, path: str, references: Any) -> Json:
     if operation.body is not None:
         body = {"schema": references[operation.body, "validation"]}
         described["requestBody"] = {"required": True, "content": {_JSON: body}}
-    answer, event = ANSWERS.get(f"{operation.method} {path}", (dict, None))
+    label = f"{operation.method} {path}"
     refused: Json = {_JSON: {"schema": schema(refusal(path))}}
     text: Json = {"schema": {"type": "string"}}
-    described_as = {_JSON: {"schema": schema(answer)}, SSE: {}}  # before 3.2, none describes a stream
+    described_as = {_JSON: {"schema": schema(ANSWERS.get(label, dict))}, SSE: {}}  # before 3.2, none describes a stream
     content: Json = {operation.media: described_as.get(operation.media, text)}
     if operation.stream:  # OpenAPI 3.2 calls an event's schema `itemSchema`
-        content[operation.stream] = {"x-itemSchema": schema(event)}
+        content[operation.stream] = {"x-itemSchema": schema(EVENTS[label])}
     first = {"200": {"description": "the answer", "content": content}}
     if operation.always:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}

@@ -39,7 +39,7 @@ def _answer(kind: str, part: Json, ends: tuple[str | None, ...], scores: Any, la
 
 
 # fmt: off
-_TEXT, _NUMBER = (str, None), (int, None)
+_TEXT, _NUMBER, _LOGPROB = (str, None), (int, None), (float, None)
 _PROGRESS = {"prompt_progress?": _of(int, "total cache processed time_ms"), "state?": str}
 _ENDED = {"stop_reason?": (str, int, None), "matched_stop?": (str, int, None), "token_ids?": [int]}
 _SCORE = {"token": str, "logprob": float, "bytes": ([int], None)}
@@ -48,10 +48,9 @@ _SCORED = [_SCORE | {"top_logprobs": [_SCORE]}]
 # OpenAI
 _ERROR = {"error": _of(str, "message type code state?") | {"param": _TEXT}}
 _RUNNING = _of(int, "prompt_tokens completion_tokens total_tokens")
+_DRAFTED = "accepted_prediction_tokens rejected_prediction_tokens reasoning_tokens"
 _USAGE = _RUNNING | {
-    "prompt_tokens_details": {"cached_tokens": int},
-    "completion_tokens_details":
-        _of(int, "accepted_prediction_tokens rejected_prediction_tokens reasoning_tokens"),
+    "prompt_tokens_details": {"cached_tokens": int}, "completion_tokens_details": _of(int, _DRAFTED),
 }
 _CALLED = {"type?": ("function", "custom"), "function?": _of(str, "name? arguments?"),
            "custom?": _of(str, "name? input?")}
@@ -66,10 +65,8 @@ _DELTA = {
 }
 _SCORES = ({"content": _SCORED, "refusal": None}, None)
 _OLD_SCORES = (
-    {
-        "tokens": [str], "token_logprobs": [(float, None)], "top_logprobs": [(dict, None)],
-        "text_offset": [int],
-    }, None,
+    {"tokens": [str], "text_offset": [int], "token_logprobs": [_LOGPROB], "top_logprobs": [(dict, None)]},
+    None,
 )
 _ENDS = ("stop", "length", "tool_calls")
 _IDS = {"prompt_token_ids?": [int]}
@@ -106,20 +103,13 @@ _RESPONSE_EVENT = {
     **_of(int, "sequence_number output_index? content_index?"), "part?": _PART, "logprobs?": _SCORED,
     **_PROGRESS,
 }
-_HISTORY = {
-    "id": str, "object": "response.compaction", "created_at": int, "output": [_ITEM], "usage": _COUNTS,
-}
 
 # Anthropic
 _REFUSED = {"type": "error", "error": _of(str, "type message"), "request_id": str}
 _BLOCK = _of(str, "type text? thinking? signature? id? name?") | {"input?": dict}
 _SPENT = _of(int, "input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens")
-_STOP = {
-    "stop_reason": (
-        "end_turn", "max_tokens", "tool_use", "stop_sequence", "model_context_window_exceeded", None,
-    ),
-    "stop_sequence": _TEXT,
-}
+_REASONS = ("end_turn", "max_tokens", "tool_use", "stop_sequence", "model_context_window_exceeded", None)
+_STOP = {"stop_reason": _REASONS, "stop_sequence": _TEXT}
 _ANTHROPIC = {
     **_of(str, "id model"), "type": "message", "role": "assistant", "content": [_BLOCK], **_STOP,
     "usage": _SPENT,
@@ -163,9 +153,9 @@ _DEPLOYED = {
     "reason": _TEXT, "expires_s": (float, None),
 }
 _HEALTH = {
-    **_of(str, "state backend"), **_of(_TEXT, "model reason"), "status": ("ok", "unavailable"),
-    "epoch": _NUMBER,
-    **_of(int, "world_size open_requests"), "ready": bool, "ranks": [dict], "deployments": [_DEPLOYED],
+    **_of(str, "state backend"), **_of(_TEXT, "model reason"), **_of(int, "world_size open_requests"),
+    "status": ("ok", "unavailable"), "ready": bool, "epoch": _NUMBER, "ranks": [dict],
+    "deployments": [_DEPLOYED],
 }
 _TOKENS = {
     "tokens": [(int, {"id": int, "piece": (str, [int])})], **_of(int, "count? max_model_len?"),
@@ -181,54 +171,56 @@ _RANKED = {
     "meta": {"tokens": _of(int, "input_tokens output_tokens")},
 }
 
-#: Shapes of a whole answer and of the events or lines of a stream, by method and path.
-ANSWERS: Mapping[str, tuple[Any, Any]] = {
-    "GET /health": (_HEALTH, None),
+#: Shapes of whole answers, by method and path.
+ANSWERS: Mapping[str, Any] = {
+    "GET /health": _HEALTH,
     "GET /v1/models": (
-        (
-            {"object": "list", "data": [_MODEL]},
-            {"data": [_THEIRS], "has_more": bool, **_of(_TEXT, "first_id last_id")},
-        ),
-        None,
+        {"object": "list", "data": [_MODEL]},
+        {"data": [_THEIRS], "has_more": bool, **_of(_TEXT, "first_id last_id")},
     ),
-    "GET /v1/models/{id}": ((_MODEL, _THEIRS), None),
-    "POST /v1/chat/completions": (_CHAT, (_CHAT_CHUNK, _ERROR)),
-    "POST /v1/completions": (_TEXTS, (_TEXTS_CHUNK, _ERROR)),
-    "POST /v1/responses": (_RESPONSE, _RESPONSE_EVENT),
-    "POST /v1/responses/compact": (_HISTORY, None),
-    "POST /v1/responses/input_tokens": ({"object": "response.input_tokens", "input_tokens": int}, None),
-    "GET /v1/responses/{response_id}": (_RESPONSE, _RESPONSE_EVENT),
-    "DELETE /v1/responses/{response_id}": (
-        {"id": str, "object": "response", "deleted": bool}, None,
-    ),
-    "POST /v1/responses/{response_id}/cancel": (_RESPONSE, None),
-    "GET /v1/responses/{response_id}/input_items": (
-        {"object": "list", "data": [dict], **_of(_TEXT, "first_id last_id"), "has_more": bool}, None,
-    ),
-    "POST /v1/embeddings": (_VECTORS, None),
-    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), (_RANKED, None)),
-    "POST /v1/messages": (_ANTHROPIC, (_ANTHROPIC_EVENT, _REFUSED)),
-    "POST /v1/messages/count_tokens": ({"input_tokens": int}, None),
-    "POST /api/chat": (_CHATTED, (_CHATTED, _FAILED)),
-    "POST /api/generate": (_GENERATED, (_GENERATED, _FAILED)),
-    "POST /api/embed": (
-        {"model": str, **_of(int, "total_duration load_duration prompt_eval_count"), "embeddings": [[float]]},
-        None,
-    ),
-    "POST /api/embeddings": ({"embedding": [float]}, None),
-    "GET /api/tags": ({"models": [_LISTED | {"modified_at": str}]}, None),
-    "GET /api/ps": (
-        {"models": [_LISTED | {"expires_at": str} | _of(int, "size_vram context_length")]}, None,
-    ),
-    "POST /api/show": (
-        _of(str, "modelfile parameters template modified_at")
-        | {"details": _DETAILS, "model_info": dict, "capabilities": [("completion", "tools", "thinking")]},
-        None,
-    ),
-    "GET /api/version": ({"version": str}, None),
-    "POST /tokenize": (_TOKENS, None),
-    "POST /detokenize": (_of(str, "prompt content"), None),
-    "POST /apply-template": ({"prompt": str}, None),
+    "GET /v1/models/{id}": (_MODEL, _THEIRS),
+    "POST /v1/chat/completions": _CHAT,
+    "POST /v1/completions": _TEXTS,
+    "POST /v1/responses": _RESPONSE,
+    "POST /v1/responses/compact": {
+        "id": str, "object": "response.compaction", "created_at": int, "output": [_ITEM], "usage": _COUNTS,
+    },
+    "POST /v1/responses/input_tokens": {"object": "response.input_tokens", "input_tokens": int},
+    "GET /v1/responses/{response_id}": _RESPONSE,
+    "DELETE /v1/responses/{response_id}": {"id": str, "object": "response", "deleted": bool},
+    "POST /v1/responses/{response_id}/cancel": _RESPONSE,
+    "GET /v1/responses/{response_id}/input_items": {
+        "object": "list", "data": [dict], **_of(_TEXT, "first_id last_id"), "has_more": bool,
+    },
+    "POST /v1/embeddings": _VECTORS,
+    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), _RANKED),
+    "POST /v1/messages": _ANTHROPIC,
+    "POST /v1/messages/count_tokens": {"input_tokens": int},
+    "POST /api/chat": _CHATTED,
+    "POST /api/generate": _GENERATED,
+    "POST /api/embed": {
+        "model": str, **_of(int, "total_duration load_duration prompt_eval_count"), "embeddings": [[float]],
+    },
+    "POST /api/embeddings": {"embedding": [float]},
+    "GET /api/tags": {"models": [_LISTED | {"modified_at": str}]},
+    "GET /api/ps": {"models": [_LISTED | {"expires_at": str} | _of(int, "size_vram context_length")]},
+    "POST /api/show": {
+        **_of(str, "modelfile parameters template modified_at"), "details": _DETAILS, "model_info": dict,
+        "capabilities": [("completion", "tools", "thinking")],
+    },
+    "GET /api/version": {"version": str},
+    "POST /tokenize": _TOKENS,
+    "POST /detokenize": _of(str, "prompt content"),
+    "POST /apply-template": {"prompt": str},
+}
+#: Shapes of the events or lines of streams.
+EVENTS: Mapping[str, Any] = {
+    "POST /v1/chat/completions": (_CHAT_CHUNK, _ERROR),
+    "POST /v1/completions": (_TEXTS_CHUNK, _ERROR),
+    **dict.fromkeys(("POST /v1/responses", "GET /v1/responses/{response_id}"), _RESPONSE_EVENT),
+    "POST /v1/messages": (_ANTHROPIC_EVENT, _REFUSED),
+    "POST /api/chat": (_CHATTED, _FAILED),
+    "POST /api/generate": (_GENERATED, _FAILED),
 }
 # fmt: on
 

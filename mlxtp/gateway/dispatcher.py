@@ -468,11 +468,15 @@ class ServedDeployments:
         return [self.by_name[name] for name in names if self.by_name[name].model is not None]
 
     def serving(self, model: str) -> RequestDispatcher | None:
-        """Return the deployment of the model with this id, or the default; None if it takes no requests."""
+        """Return the deployment of the model with this id, or the default; None if it takes no requests.
+
+        With an id, also one whose group has just ended: the caller wrote its prompt for it, and waits.
+        """
         for each in self.ready():
             if each.model is not None and model in ("", each.model.id):
                 return each
-        return None
+        all_ = self.by_name.values()
+        return next((each for each in all_ if each.served is not None and each.served.id == model), None)
 
     def owning(self, group: str) -> RequestDispatcher | None:
         """Return the deployment of a ready group of this agent, or of any such group for an empty id."""

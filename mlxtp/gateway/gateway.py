@@ -23,7 +23,7 @@ from ..api.backend import (
     TokenScore,
     TokenStream,
 )
-from ..errors import Code, MlxtpError, RequestError
+from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..models import self_test
 from ..text.tokenizer import Text
 from ..wire.codecs import Message
@@ -228,14 +228,14 @@ class Gateway:
         """Start a request that another agent forwarded. `tell` gets its events under the uid it has there.
 
         Returns the function that cancels it. Raises RequestError for an immediate refusal. Between two
-        groups, it raises the reason for the gap, or GroupError (LINK_LOST) if the agent has not noticed the
-        gap yet; the request's own gateway then makes it wait for the next group.
+        groups, it raises the reason for the gap, or GroupError (LINK_LOST); the request's own gateway then
+        makes it wait for the next group.
         """
         # If it forwarded, two agents that each take the other for rank 0's would do so forever.
         deployment = self.deployments.owning(generate.group)
         between = self.deployments.of_group(generate.group) if deployment is None else None
-        if between is not None and between.handover is not None and not self.closing:
-            raise between.handover
+        if between is not None and between.served is not None and not self.closing:
+            raise between.handover or GroupError("the group has ended", Code.LINK_LOST)
         self._check(deployment, generate)
         assert deployment is not None
         forwarded = ForwardedRequest(generate, tell)

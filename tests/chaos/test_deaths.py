@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlxtp.api import generation
 from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
 
+from ..groups.scenes import sees
 from ..live_cluster import SLOWNESS, until
 from .answers import LONG, SHORT
 from .findings import found
@@ -49,6 +52,23 @@ def test_killed_while_idle(cluster: FaultyCluster, rank: int) -> None:
     assert cluster.post(SHORT).status_code == 200
     assert_recovered(cluster, was, LOST, f"kill -9 of rank {rank}, idle", since=at, likely=KILLED)
     assert cluster.postmortem(was.epoch).cause.rank == rank
+
+
+@chaos
+def test_killed_while_a_prompt_is_written(cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request was let in by the group that is gone, and waits as one that comes later does."""
+    expected, was, encode = cluster.right(SHORT), before(cluster), generation.encoded
+    at: list[float] = []
+
+    async def encoded(*args: Any, **how: Any) -> Any:
+        if not at:
+            at.append(kill(was.pids[1]))
+            await sees(lambda: not cluster.supervisor.gateway.models())
+        return await encode(*args, **how)
+
+    monkeypatch.setattr(generation, "encoded", encoded)
+    answers = ((cluster.read(SHORT), expected),)
+    assert_recovered(cluster, was, LOST, "kill -9 while a prompt is written", since=at[0], answers=answers)
 
 
 @pytest.mark.parametrize(

@@ -336,8 +336,25 @@ async def test_a_request_that_another_agent_sent_into_the_gap_between_two_groups
     relay(GROUP)
     assert len(asked(relay_to)) == 1
     stage.gateway.park(GROUP, LOST)
+    with pytest.raises(GroupError, match="ended") as lost:
+        relay(GROUP)
+    assert lost.value.code is Code.LINK_LOST
+    stage.gateway.fail(DEPLOYMENT, LOST)
     with pytest.raises(RequestError, match="no model is loaded right now"):
         relay(GROUP)
+
+
+async def test_one_whose_prompt_was_written_while_the_group_ended_waits_for_the_next(stage: Stage) -> None:
+    stage.gateway.park(GROUP, LOST)
+    assert stage.gateway.text(MODEL.id) is TEXT
+    answer = stage.gateway.generate(Generate(0, (1,), 9), model=MODEL.id)
+    [again] = asked(stage.next_group())
+    stage.finish(again.uid, "stop", 0)
+    assert await everything(answer) == [StreamEnd("stop", 0)]
+    stage.gateway.fail(DEPLOYMENT, LOST)
+    assert stage.gateway.text(MODEL.id) is None
+    with pytest.raises(RequestError, match="no model is loaded right now"):
+        stage.gateway.generate(Generate(0, (1,), 9), model=MODEL.id)
 
 
 async def test_a_suspect_of_another_agent_waits_its_turn_too(stage: Stage) -> None:

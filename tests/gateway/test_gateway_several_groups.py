@@ -225,9 +225,9 @@ async def test_requests_of_other_agents_go_back_and_find_the_group_that_they_nam
     stage.lose("tiny#1")
     assert told == [Error(Code.RANK_LOST, "rank 1 is gone", uid) for uid in (70, 71)]
     assert stage.asked("tiny#0") == []
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(GroupError) as back:
         stage.gateway.relay(Generate(72, (1,), 9, group="tiny#1"), told.append)
-    assert refused.value.code is Code.NOT_READY
+    assert back.value.code is Code.LINK_LOST
 
 
 async def test_one_suspect_of_a_deployment_runs_at_a_time_over_all_groups(stage: Stage) -> None:

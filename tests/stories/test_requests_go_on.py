@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Client:
     end: StreamEnd | None = None
 
     async def read(self) -> tuple[list[int], StreamEnd | None]:
-        async for event in self.agent.parts.gateway.generate(self.request):
+        async for event in self.agent.parts.gateway.generate(self.request, model="tiny"):
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
             else:
@@ -132,10 +133,21 @@ async def interrupted(
     late = Client(*clients[-1])
     reading.append(asyncio.ensure_future(late.read()))
     await asyncio.sleep(0)
+    park, asked = pair.leader.parts.gateway.park, len(reading)
+
+    def ask_at_once(*args: Any, **how: Any) -> None:
+        """At the other agent, which does not know yet that the group is gone."""
+        park(*args, **how)
+        if len(reading) == asked:
+            reading.append(asyncio.ensure_future(Client(pair.other, DRAWN).read()))
+
+    pair.leader.parts.gateway.park = ask_at_once  # type: ignore[method-assign]
     fault(pair)
+    await sees(lambda: len(reading) > asked)
+    pair.leader.parts.gateway.park = park  # type: ignore[method-assign]
     answers = await asyncio.gather(*reading)
     assert not any(client.end is None for client in begun), name
-    for (tokens, end), (expected, expected_end) in zip(answers, [*right, right[-1]], strict=True):
+    for (tokens, end), (expected, expected_end) in zip(answers, [*right, right[-1], right[-1]], strict=True):
         assert tokens == expected, name
         assert (end and end.reason, end and end.generated) == (
             expected_end and expected_end.reason,

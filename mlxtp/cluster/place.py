@@ -320,12 +320,16 @@ class _Packing:
     def keep(self) -> None:
         """Seat groups that run well where they run; if they form again, over the best fabric of their Macs.
 
-        If a coordinator put two replicas on one Mac, unaware of the first, one of them moves.
+        If a coordinator put two replicas on one Mac, unaware of the first, or groups that need more than it
+        has, one of them moves.
         """
-        for groups in self.facts.groups.values():
-            for group in [each for each in groups if self.facts.well(each)]:
-                if not any(self.seats.on[node] & set(groups) for node in self.facts.reports[group].ranks):
-                    self._stay(group)
+        well = [each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)]
+        for group in sorted(well, key=lambda each: not self.facts.reports[each].ready):
+            ranks, groups = self.facts.reports[group].ranks, set(self.facts.groups[_name(group)])
+            if not any(self.seats.on[node] & groups for node in ranks):
+                self._stay(group)
+                if any(self._is_too_full(node) for node in ranks):
+                    self.seats.drop(group)
         for group in list(self.seats.of):
             report, wanted = self.facts.reports[group], self.facts.by_name[_name(group)]
             if report.between and len(report.ranks) > 1:
@@ -334,6 +338,13 @@ class _Packing:
                 self.seats.drop(group)
                 if not self._spread(again, group, report.ranks):
                     self.seats.put(group, seat)
+
+    def _is_too_full(self, node: str) -> bool:
+        """Return True if several groups need more than a Mac has, even where no other program runs."""
+        seats, machine = self.seats, self.facts.members[node].machine
+        groups = seats.of if seats.shared else seats.on[node]
+        most = machine.gpu_bytes or machine.memory_bytes  # 0: not known yet
+        return len(groups) > 1 and 0 < most < seats.usable[node] - seats.left(node)
 
     def _stay(self, group: str) -> None:
         report, name = self.facts.reports[group], _name(group)

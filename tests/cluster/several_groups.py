@@ -106,16 +106,6 @@ class SeveralGroups:
                 return f"{group} is not ready: {joined}"
         return self.overfull(epochs) or self.left_out(leader, epochs)
 
-    def lack(self, nodes: Iterable[Node], group: str, loading: RunningEpoch) -> str:
-        """A load fails where the groups that are ready leave too little memory, as real ones do."""
-        ready = {
-            (each, part.running.owner, part.running.number): part.running
-            for node in nodes
-            for each, part in node.parts.items()
-            if part.running is not None and part.running.ready
-        }
-        return self.overfull({**ready, (group, loading.owner, loading.number): loading})
-
     def overfull(self, epochs: Mapping[tuple[str, str, int], RunningEpoch]) -> str:
         """Groups together need no more than the Macs have."""
         needed = self.needed((group, epoch) for (group, _, _), epoch in epochs.items())

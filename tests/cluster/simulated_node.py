@@ -357,9 +357,6 @@ class Node:
     def be_ready(self, part: Part, number: int) -> None:
         mine = part.running
         if self.running_process and mine and (mine.number, mine.owner) == (number, self.id):
-            if lack := self.world.rule.lack(self.world.nodes.values(), part.group, mine):
-                self.stop(part, lack)
-                return
             part.running = replace(mine, ready=True)
             self.world.ready_at[self.id, number] = self.world.now
             for node_id in mine.ranks[1:]:

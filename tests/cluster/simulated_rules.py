@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from .simulated_node import Node, RunningEpoch
+    from .simulated_node import Node
 
 GROUP = "only#0"
 
@@ -19,9 +19,6 @@ class Rule(Protocol):
 
     def assign(self, node: Node) -> Iterable[tuple[str, tuple[str, ...]]]:
         """Yield each group with its ranks, none where it has no place."""
-
-    def lack(self, nodes: Iterable[Node], group: str, loading: RunningEpoch) -> str:
-        """Return why an epoch's model cannot be loaded beside what is; empty where it can."""
 
     def complaint(self, nodes: Sequence[Node], leader: Node) -> str:
         """Return what is wrong with the epochs of nodes that all reach each other; empty for nothing."""
@@ -48,9 +45,6 @@ class OneGroup:
         if not best or self.power(now) == self.power(best):
             best = now or (epochs[0].ranks if epochs else ())
         yield GROUP, best
-
-    def lack(self, nodes: Iterable[Node], group: str, loading: RunningEpoch) -> str:
-        return ""
 
     def power(self, ranks: Iterable[str]) -> int:
         return sum(self.strength.get(each, 1) for each in ranks)

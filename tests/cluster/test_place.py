@@ -663,6 +663,23 @@ def test_of_two_replicas_that_run_on_one_mac_the_second_moves() -> None:
     assert where(view) == {"r#0": "ab", "r#1": "cd"}
 
 
+def test_of_groups_that_need_more_than_their_mac_has_the_first_ready_one_stays() -> None:
+    """A coordinator that did not know yet of the one has made the other."""
+    rows, both = [wanted("m", MIDDLE), wanted("l", LARGE)], [ready("m#0", "a"), ready("l#0", "a")]
+    assert where(seen(lan(36, 8), rows, reports=both)) == {"m#0": "a", "l#0": ""}
+    loading = [replace(both[0], ready=False), both[1]]
+    assert where(seen(lan(36, 20), rows, reports=loading)) == {"m#0": "b", "l#0": "a"}
+    machine = [changed(mac(i, memory=36), interfaces=(LOOP,)) for i in range(2)]
+    apart = [both[0], ready("l#0", "b")]
+    assert where(seen(machine, rows, reports=apart)) == {"m#0": "a", "l#0": ""}
+    for less in (
+        {"free_bytes": GIB},
+        {"memory_bytes": 0, "gpu_bytes": 0},
+    ):  # other programs took it; it is not known yet
+        macs = [changed(each, **less) for each in lan(56, 8)]
+        assert where(seen(macs, rows, reports=both)) == {"m#0": "a", "l#0": "a"}
+
+
 def test_a_group_shares_the_mac_with_the_fewest_and_rather_has_several_free_ones() -> None:
     rows = [wanted(name, nodes=1) for name in "xyzw"]
     assert where(seen(lan(64, 64), rows)) == {"x#0": "a", "y#0": "b", "z#0": "a", "w#0": "b"}
@@ -743,7 +760,7 @@ def test_groups_on_one_mac_share_out_what_is_left_for_kv_caches() -> None:
     need = [rank_memory(lan(64)[0], model, 1, 8192) for model in (MIDDLE, SMALL)]
     fixed = sum(each.needed - each.kv for each in need)
     assert 64 * GIB - 4 * 2**20 <= fixed + (x.kv_mib + y.kv_mib << 20) <= 64 * GIB
-    shrunk = [changed(m, gpu_bytes=GIB) for m in lan(64)]
+    shrunk = [changed(m, free_bytes=GIB) for m in lan(64)]
     found = place(seen(shrunk, [wanted("x", MIDDLE), wanted("y")], {"x#0": ids("a"), "y#0": ids("a")}))
     assert [each.kv_mib for each in found.assignments] == [each.kv >> 20 for each in need], "at least these"
     rows = [wanted("x", layered(), nodes=2), wanted("y", on=ids("a"))]

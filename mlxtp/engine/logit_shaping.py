@@ -151,6 +151,7 @@ class RequestShaping(LogitShaping):
 
 
 LEAST_BIAS = -1e9  # of tokens that are not allowed: a grammar may still need one
+_ANY, _NONE = -1, -2  # in place of tokens: before a shorter bad word, and before the answer
 
 
 # --- penalties, biases and masks on the logits of one row ------------------------------------------------
@@ -161,8 +162,8 @@ class Shaper:
 
     add the logit bias, and a large negative one to tokens that are not allowed; for tokens of prompt and
     answer, divide positive logits and multiply negative ones by the repetition penalty; for tokens of the
-    answer, subtract the presence penalty once and the frequency penalty for each occurrence; forbid end and
-    stop tokens before `min_tokens`; apply the mask.
+    answer, subtract the presence penalty once and the frequency penalty for each occurrence; give tokens that
+    complete bad words the lowest logit; forbid end and stop tokens before `min_tokens`; apply the mask.
     """
 
     def __init__(
@@ -196,15 +197,30 @@ class Shaper:
         if shaping.presence_penalty or shaping.frequency_penalty:
             came = np.bincount(np.array(answer, dtype=np.int64), minlength=vocabulary)
             self._counts = mx.array(came.astype(np.float32))
+        #: Bad words, int32 [W, K + 1], aligned to the right; None without any.
+        self._words: mx.array | None = None
+        if shaping.bad_lengths:
+            words = np.full((len(shaping.bad_lengths), max(2, *shaping.bad_lengths)), _ANY, np.int32)
+            ends = np.cumsum(shaping.bad_lengths)
+            for word, end, length in zip(words, ends, shaping.bad_lengths, strict=True):
+                word[-length:] = shaping.bad_tokens[end - length : end]
+            self._words = mx.array(words)
+            most = words.shape[1] - 1
+            last = ([_NONE] * most + [*answer[-most:]])[-most:]
+            self._last = mx.array(last, dtype=mx.int32)  #: the answer's last K tokens
 
     def advance(self, tokens: mx.array, ahead: Sequence[int] = ()) -> None:
         """Count chosen tokens int32 [L], up to the first that differs from the L - 1 fed tokens `ahead`."""
-        if self._seen is None and self._counts is None:
+        if self._seen is None and self._counts is None and self._words is None:
             return
-        came = self._ids == tokens[:, None]
+        came, count = self._ids == tokens[:, None], mx.array(1)
         if ahead:
             right = mx.cumprod((tokens[:-1] == mx.array(list(ahead))).astype(mx.int32))
             came[1:] = came[1:] & (right[:, None] > 0)
+            count = count + right.sum()
+        if self._words is not None:
+            both = mx.concatenate([self._last, tokens.astype(mx.int32)])
+            self._last = both[count + mx.arange(self._last.size)]
         if self._seen is not None:
             self._seen = self._seen | came.any(axis=0)
         if self._counts is not None:
@@ -230,8 +246,18 @@ class Shaper:
         if self._counts is not None:
             counts = self._counts if between is None else self._counts + between
             logits = logits - shaping.presence_penalty * (counts > 0) - shaping.frequency_penalty * counts
+        if self._words is not None:
+            logits = self._without_words(logits, self._words, ahead)
         forbidden = self._forbidden(columns, generated, mask)
         return logits if forbidden is None else mx.where(mx.array(forbidden), -mx.inf, logits)
+
+    def _without_words(self, logits: mx.array, words: mx.array, ahead: Sequence[int]) -> mx.array:
+        last = mx.concatenate([self._last, mx.array(list(ahead), dtype=mx.int32)])
+        places = mx.arange(logits.shape[0])[:, None] + mx.arange(self._last.size)
+        before, came = words[:, :-1], last[places][:, None]
+        complete = ((before == _ANY) | (before == came)).all(axis=-1)  # [L, W]
+        # Lower than tokens that are not allowed, and finite: a grammar may still need one.
+        return logits.at[:, words[:, -1]].minimum(mx.where(complete, 2 * LEAST_BIAS, mx.inf))
 
     def _between(self, ahead: Sequence[int]) -> mx.array | None:
         """Return the occurrences of each token in `ahead` before each column, int32 [L, V]."""

@@ -118,7 +118,8 @@ class Emitter:
 
 
 def _named_tokens(request: msg.Generate) -> tuple[int, ...]:
-    return request.shaping.bias_tokens + request.shaping.allowed_tokens + request.stop_tokens
+    shaping = request.shaping
+    return shaping.bias_tokens + shaping.allowed_tokens + shaping.bad_tokens + request.stop_tokens
 
 
 def _finite(logprob: float) -> float:
@@ -282,6 +283,8 @@ class Requests:
             )
         elif len(shaping.bias_tokens) != len(shaping.bias_values):
             why = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
+        elif len(shaping.bad_tokens) != sum(shaping.bad_lengths):
+            why = f"bad words of {sum(shaping.bad_lengths)} tokens have {len(shaping.bad_tokens)}"
         elif (largest := max(0, *request.tokens, *_named_tokens(request))) >= self._vocabulary:
             why = f"token {largest} is not in the model's vocabulary of {self._vocabulary}"
         elif prompt + new > self._context:

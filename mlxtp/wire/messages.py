@@ -59,6 +59,8 @@ MAX_TEXTS = 2048  #: of one request for vectors
 MAX_VECTOR_BYTES = 1 << 20  #: in one message
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 256  #: of one request, each in tokens
+MAX_WORD_TOKENS = 32
 MAX_TOP_LOGPROBS = 20
 MAX_ROUND_BYTES = 1 << 16  #: Bytes of one rank in one round of the side channel; JACCL sends a few hundred.
 MAX_ROUNDS = 1024
@@ -113,6 +115,11 @@ class Shaping:
     grammar: str = _f(text(MAX_GRAMMAR, raw=True), default="")
     grammar_begun: int = _f(integer(0, MAX_CONTEXT), default=0)  #: The prompt's last tokens are in it too.
     allowed_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())  #: none: all
+    #: Words, one after another: the last token of each may not follow the others at the answer's end.
+    bad_tokens: tuple[int, ...] = _f(
+        integers(0, 2**31 - 1, 0, MAX_BAD_WORDS * MAX_WORD_TOKENS), default=()
+    )
+    bad_lengths: tuple[int, ...] = _f(integers(1, MAX_WORD_TOKENS, 0, MAX_BAD_WORDS), default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from random import Random
 
 import mlx.core as mx
 import pytest
@@ -228,3 +230,54 @@ def test_an_answer_that_an_earlier_group_began_counts_from_its_beginning() -> No
         desk = desk_for(Shaping(min_tokens=least), answered=2)  # the last two tokens of PROMPT
         desk.feeds(SEQUENCE, len(PROMPT))
         assert (allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS) is may_end
+
+
+WORDS = ((9,), (1, 2), (1, 1, 3), (2, 1, 2, 4), (3,))
+
+
+def ended_words(answer: Sequence[int]) -> set[int]:
+    """The tokens that would complete a word, in plain code."""
+    return {word[-1] for word in WORDS if tuple(answer)[len(answer) - len(word) + 1 :] == word[:-1]}
+
+
+def lasting(row: mx.array) -> set[int]:
+    return {token for token, value in enumerate(row.tolist()) if value > LEAST_BIAS}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_word_lacks_its_last_token_only_behind_the_others(seed: int) -> None:
+    """With drafts, right and wrong, in a sequence that starts again, and of an answer begun elsewhere."""
+    random = Random(seed)
+    tokens, lengths = tuple(chain(*WORDS)), tuple(map(len, WORDS))
+    answered = random.choice((0, 2, 3))
+    answer = [1, 2, 1][3 - answered :]
+    desk = RequestShaping()
+    desk.prepare(VOCABULARY, EOS)
+    shaping = Shaping(bad_tokens=tokens, bad_lengths=lengths)
+    request = Generate(UID, (1, 1, 2, 1, *answer), 99, shaping=shaping, answered=answered)
+    desk.enter(request, None)
+    for sequence in range(SEQUENCE, SEQUENCE + 12):
+        desk.assign(sequence, UID)
+        drafts = tuple(random.choices((1, 2, 3, 4), k=random.randrange(4)))
+        desk.feeds(sequence, 4 + len(answer), drafts)
+        columns = desk.shape(sequence, logits(2 + len(drafts)))[:-1]  # the last one is padding
+        for at, column in enumerate(columns):
+            ahead = [*answer, *drafts[:at]]
+            assert set(range(VOCABULARY)) - lasting(column) == ended_words(ahead[-9:])
+        chose = [random.choice((draft, 1, 2)) for draft in (*drafts, 1)]
+        desk.chosen(sequence, mx.array(chose))
+        right = next((at for at, (one, two) in enumerate(zip(drafts, chose, strict=False)) if one != two), -1)
+        answer += chose[: right + 1] if right >= 0 else chose
+
+
+def test_a_word_comes_only_where_a_grammar_leaves_nothing_else(grammars: Grammars) -> None:
+    (one,), (other,) = said(grammars, "a"), said(grammars, "b")
+    for text, expected in (("a", {one}), ("[ab]", {one, other})):
+        guide = guided(grammars, "regex", text)
+        desk = desk_for(Shaping(grammar_kind="regex", bad_tokens=(one,), bad_lengths=(1,)), guide)
+        row = desk.shape(SEQUENCE, logits(1))
+        assert allowed(row) == [expected]
+        assert mx.argmax(row).item() == (other if len(expected) > 1 else one)
+    # beside a list of tokens, any other one is chosen rather than a word
+    desk = desk_for(Shaping(allowed_tokens=(0,), bad_tokens=(0,), bad_lengths=(1,)))
+    assert mx.argmax(desk.shape(SEQUENCE, logits(1))).item() == 1

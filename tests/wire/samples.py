@@ -272,6 +272,8 @@ SHAPING = st.builds(
     st.sampled_from(("", "json_schema", "regex", "lark")),
     _raw,
     allowed_tokens=_ints(0, 2**31 - 1, 0, 40),
+    bad_tokens=_ints(0, 2**31 - 1, 0, 40),
+    bad_lengths=_ints(1, msg.MAX_WORD_TOKENS, 0, 40),
 )
 
 POOLING = st.builds(

@@ -13,9 +13,11 @@ from ..text.conversation import Tokens as Tokens
 from ..text.conversation import TokenScore as TokenScore
 from ..vector_files import VectorModel as VectorModel
 from ..wire.messages import GREEDY as GREEDY
+from ..wire.messages import MAX_BAD_WORDS as MAX_BAD_WORDS
 from ..wire.messages import MAX_BIASES as MAX_BIASES
 from ..wire.messages import MAX_GRAMMAR as MAX_GRAMMAR
 from ..wire.messages import MAX_STOP_TOKENS as MAX_STOP_TOKENS
+from ..wire.messages import MAX_WORD_TOKENS as MAX_WORD_TOKENS
 from ..wire.messages import PLAIN as PLAIN
 from ..wire.messages import Generate as Generate
 from ..wire.messages import Pooling as Pooling

@@ -54,7 +54,7 @@ OTHERS = (
     OtherFields("stop_token_ids", "send stop strings, or the field to /v1/completions", True),
     OtherFields("stop_regex", "send stop, or stop_token_ids", True),
     OtherFields("allowed_token_ids", "send it to /v1/chat/completions or /v1/completions", True),
-    OtherFields("bad_words bad_words_ids", "send logit_bias with -100 for its tokens", True),
+    OtherFields("bad_words bad_words_ids", "send bad_words to /v1/chat/completions or /v1/completions", True),
     OtherFields("include_stop_str_in_output no_stop_trim", "stop_reason has the stop string", True),
     OtherFields("use_beam_search length_penalty early_stopping num_beams", "send best_of, or n", True),
     OtherFields("best_of echo", "send it to /v1/completions", True),

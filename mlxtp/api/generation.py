@@ -362,6 +362,7 @@ class Generation:
         def write() -> tuple[Guidance, Shaping, WrittenPrompts]:
             held = guidance(ask, text, model.eos)
             shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
+            shaping = settings.without_words(shaping, options.bad_words, text, model.vocabulary)
             guided = bool(shaping.grammar_kind)
             return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=sharer)
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import create_model
@@ -28,7 +29,17 @@ from ..text.tool_grammar import (
     lark,
     marked_call_grammar,
 )
-from .backend import GREEDY, MAX_BIASES, MAX_GRAMMAR, PLAIN, Generate, Sampling, Shaping
+from .backend import (
+    GREEDY,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_GRAMMAR,
+    MAX_WORD_TOKENS,
+    PLAIN,
+    Generate,
+    Sampling,
+    Shaping,
+)
 from .request_body import MOST_TOKENS, Integer, S, Schema, in_range, named, not_supported, shown
 
 # --- settings that are numbers ----------------------------------------------------------------------------
@@ -180,6 +191,31 @@ def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
         words = f"stop has a string of {longest} characters; each may have 1 to {MAX_STOP_CHARS}"
         raise RequestError(words, param="stop")
     return stops
+
+
+def without_words(shaping: Shaping, words: Sequence[str], text: Text, vocabulary: int) -> Shaping:
+    """Forbid words, each with and without a blank before it. Blocks. Raises RequestError."""
+
+    def refused(what: str) -> RequestError:
+        return RequestError(f"bad_words has {what}", param="bad_words")
+
+    words = tuple(dict.fromkeys(words))
+    if len(words) > (most := MAX_BAD_WORDS // 2):
+        raise refused(f"{len(words)} words; at most {most}")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not (alone := word.lstrip()) or len(word) > MAX_STOP_CHARS:
+            raise refused(
+                f"{shown(word)} of {len(word)} characters; send 1 to {MAX_STOP_CHARS}, not just blanks"
+            )
+        for each in (alone, f" {alone}"):
+            tokens = text.encoded(each, special=False)
+            if not 0 < len(tokens) <= MAX_WORD_TOKENS:
+                raise refused(f"{shown(word)} of {len(tokens)} tokens; each has 1 to {MAX_WORD_TOKENS}")
+            if (largest := max(tokens)) >= vocabulary:
+                raise refused(f"{shown(word)} of token {largest}; the model has 0 to {vocabulary - 1}")
+            found[tokens] = None
+    return replace(shaping, bad_tokens=tuple(chain(*found)), bad_lengths=tuple(map(len, found)))
 
 
 def check_scores(tokens: int, options: GenerationOptions) -> None:

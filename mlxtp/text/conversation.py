@@ -75,6 +75,7 @@ class GenerationOptions:
     ignore_eos: bool = False
     stop_tokens: tuple[int, ...] = ()
     allowed_tokens: tuple[int, ...] = ()  #: empty: all
+    bad_words: tuple[str, ...] = ()  #: that the answer may not have
     token_ids: bool = False  #: the answer names its tokens, and the prompt's
     counts: bool = False  #: each event of a stream counts the tokens so far
     names_ids: bool = False  #: in scores, tokens have their ids as names

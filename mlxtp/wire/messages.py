@@ -116,9 +116,7 @@ class Shaping:
     grammar_begun: int = _f(integer(0, MAX_CONTEXT), default=0)  #: The prompt's last tokens are in it too.
     allowed_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())  #: none: all
     #: Words, one after another: the last token of each may not follow the others at the answer's end.
-    bad_tokens: tuple[int, ...] = _f(
-        integers(0, 2**31 - 1, 0, MAX_BAD_WORDS * MAX_WORD_TOKENS), default=()
-    )
+    bad_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BAD_WORDS * MAX_WORD_TOKENS), default=())
     bad_lengths: tuple[int, ...] = _f(integers(1, MAX_WORD_TOKENS, 0, MAX_BAD_WORDS), default=())
 
 

@@ -109,8 +109,8 @@ def test_a_refused_field_is_a_400_that_names_it(api: str, name: str, row: field_
 
 @pytest.mark.parametrize("api", PATHS)
 def test_a_refused_field_begins_no_answer(server: Server, api: str) -> None:
-    answer = post(server, api, bad_words=["x"], mirostat=1)
+    answer = post(server, api, stop_regex="x", mirostat=1)
     assert (answer.status_code, server.backend.requests) == (400, [])
-    assert "bad_words is not supported: send logit_bias" in answer.text
+    assert "stop_regex is not supported: send stop, or" in answer.text
     server.backend.script = says(server.ids("hello"))
-    assert post(server, api, bad_words=[]).status_code == 200
+    assert post(server, api, stop_regex="").status_code == 200

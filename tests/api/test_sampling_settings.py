@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.messages import MAX_CONTEXT, Generate
 
 from ..changed_package import run_changed
+from ..reference import text
 from ..wire.samples import to_body
 
 VOCABULARY = 340
@@ -262,6 +264,36 @@ def test_a_ban_takes_the_place_of_a_bias() -> None:
     biases = {str(token): 1 for token in range(1024)}
     with pytest.raises(RequestError, match="1024 tokens; at most 1023"):
         settings.shaping(chat(logit_bias=biases), 2000, banned=(1999,))
+
+
+def test_a_bad_word_is_its_tokens_with_and_without_a_blank() -> None:
+    spelled = [text().encoded(each, special=False) for each in ("hello", " hello", "BY", " BY")]
+    options = chat(bad_words=["hello", " BY", "hello", "BY"])
+    found = settings.without_words(Shaping(min_tokens=2), options.bad_words, text(), 512)
+    assert found == Shaping(
+        min_tokens=2, bad_tokens=tuple(chain(*spelled)), bad_lengths=tuple(map(len, spelled))
+    )
+    assert settings.without_words(PLAIN, chat(bad_words=[]).bad_words, text(), 512) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("words", "vocabulary", "detail"),
+    [
+        ([""], 512, '"" of 0 characters; send 1 to 1000, not just blanks'),
+        (["x", " \n"], 512, '" \\n" of 2 characters; send 1 to 1000, not just blanks'),
+        (["y" * 1001], 512, "of 1001 characters"),
+        (["ab", "Z" * 32], 512, "of 33 tokens; each has 1 to 32"),
+        (["a", "hello"], 443, '"hello" of token 443; the model has 0 to 442'),
+        ([f"{n}" for n in range(129)], 512, "129 words; at most 128"),
+    ],
+)
+def test_a_bad_word_that_cannot_be_is_named(words: list[str], vocabulary: int, detail: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        settings.without_words(PLAIN, chat(bad_words=words).bad_words, text(), vocabulary)
+    assert (caught.value.code, caught.value.param) == (Code.BAD_REQUEST, "bad_words")
+    assert caught.value.detail.startswith("bad_words has ")
+    assert detail in caught.value.detail
+    assert len(caught.value.detail) < 200
 
 
 def test_a_grammar_that_is_too_long_is_refused() -> None:

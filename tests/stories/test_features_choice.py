@@ -79,6 +79,8 @@ def copying(folder: Path, temperature: float = 0.0) -> list[Generate]:
     return wanted
 
 
+BAD_WORDS = Shaping(bad_tokens=(456, 103, 444, 334, 116, 206), bad_lengths=(1, 2, 3))
+"""Some of what the model says to `prompt(60)`."""
 GREEDY = [Generate(0, prompt(seed, 1 + 7 * seed), 24) for seed in range(10)]
 SAMPLED = [Generate(0, prompt(seed), 24, Sampling(temperature=HOT, seed=seed)) for seed in range(30, 45)]
 EFFECTS: dict[str, tuple[Sampling, Shaping]] = {
@@ -101,6 +103,11 @@ EFFECTS: dict[str, tuple[Sampling, Shaping]] = {
     "greedy repetition": (Sampling(), Shaping(repetition_penalty=1.7)),
     "greedy presence": (Sampling(), Shaping(presence_penalty=2.0)),
     "greedy frequency": (Sampling(), Shaping(frequency_penalty=1.5)),
+    "bad words": (
+        Sampling(temperature=HOT, seed=1),
+        Shaping(bad_tokens=(192, 44, 70, 431), bad_lengths=(1, 3)),
+    ),
+    "greedy bad words": (Sampling(), BAD_WORDS),
     "greedy bias": (Sampling(), Shaping(bias_tokens=(77,), bias_values=(6.0,))),
 }
 SHAPED = [Generate(0, prompt(60), 30, *how, ignore_eos=True) for how in EFFECTS.values()]

@@ -43,6 +43,7 @@ DRAFTING: list[dict[str, Any]] = [
     {"sampling": Sampling(temperature=0.05, seed=8)},
     {"shaping": Shaping(bias_tokens=(77,), bias_values=(-1.0,))},
     {"shaping": Shaping(presence_penalty=0.05, min_tokens=9)},
+    {"shaping": Shaping(bad_tokens=(214, 177, 63), bad_lengths=(3,))},
     {"shaping": Shaping(grammar_kind="lark", grammar=ANY), "logprobs": 0},
     {"shaping": Shaping(grammar_kind="lark", grammar=LESS)},
 ]

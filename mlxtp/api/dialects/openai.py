@@ -164,6 +164,7 @@ class PromptBody(OpenAIBody, ConstrainedBody):
     max_tokens: Annotated[Limit, named("max_tokens", "n_predict")] = None
     stop_token_ids: TokenIds = None
     allowed_token_ids: TokenIds = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
@@ -189,6 +190,7 @@ class PromptBody(OpenAIBody, ConstrainedBody):
             prompt_logprobs=self.scored_prompt,
             stop_tokens=tuple(self.stop_token_ids or ()),
             allowed_tokens=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
             token_ids=bool(self.return_token_ids),
             counts=bool(usage and usage.continuous_usage_stats),
             names_ids=bool(self.return_tokens_as_token_ids),

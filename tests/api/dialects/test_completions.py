@@ -97,13 +97,14 @@ def test_settings_reach_the_backend(server: Server) -> None:
         server, temperature=0.5, seed=7, presence_penalty=0.5, logit_bias={"7": -100}, logprobs=3, user="me",
         extra_body={
             "top_k": 30, "min_tokens": 2, "ignore_eos": True, "response_format": {"type": "json_object"},
-            "deadline_s": 5,
+            "deadline_s": 5, "bad_words": ["hello"],
         },
     )  # fmt: skip
     request, [whose] = server.backend.request, server.backend.whose
     assert request.sampling == Sampling(0.5, top_k=30, seed=7)
     shaping = request.shaping
     assert (shaping.presence_penalty, shaping.bias_tokens, shaping.min_tokens) == (0.5, (7,), 2)
+    assert shaping.bad_tokens[: shaping.bad_lengths[0]] == tuple(server.ids("hello"))
     assert (shaping.grammar_kind, request.logprobs, request.ignore_eos) == ("json_schema", 3, True)
     assert (whose.user, whose.deadline_s) == ("me", 5)
 

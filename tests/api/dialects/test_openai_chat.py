@@ -73,12 +73,14 @@ def test_sampling_and_shaping_reach_the_backend(server: Server) -> None:
         logit_bias={"7": -100, "8": 3}, max_tokens=20, logprobs=True, top_logprobs=4,
         extra_body={
             "top_k": 30, "min_p": 0.1, "xtc_probability": 0.2, "xtc_threshold": 0.3, "min_tokens": 2,
-            "repetition_penalty": 1.5, "ignore_eos": True,
+            "repetition_penalty": 1.5, "ignore_eos": True, "bad_words": ["hello"],
         },
     )  # fmt: skip
     request = server.backend.request
     assert request.sampling == Sampling(0.5, 0.9, 30, 0.1, 0.2, 0.3, 7)
-    assert request.shaping == Shaping(1.5, 0.5, -0.5, (7, 8), (-100.0, 3.0), 2)
+    alone, behind = server.ids("hello"), server.ids(" hello")
+    bad = {"bad_tokens": (*alone, *behind), "bad_lengths": (len(alone), len(behind))}
+    assert request.shaping == Shaping(1.5, 0.5, -0.5, (7, 8), (-100.0, 3.0), 2, **bad)
     assert (request.max_tokens, request.logprobs, request.ignore_eos) == (20, 4, True)
 
 
@@ -95,6 +97,7 @@ def test_least_tokens_are_cut_to_what_fits_as_most_are(server: Server) -> None:
         ({"temperature": 3}, "temperature", "from 0 to 2, got 3"),
         ({"logit_bias": {"340": 1}}, "logit_bias", "from 0 to 339"),
         ({"stop": ["x"] * 17}, "stop", "17 strings"),
+        ({"bad_words": ["x", ""]}, "bad_words", "1 to 1000"),
         ({"min_tokens": 11, "max_tokens": 10}, "min_tokens", "from 0 to 10"),
         ({"stream_options": {}, "stream": False}, "stream_options", "needs stream true"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "JSON schema"),

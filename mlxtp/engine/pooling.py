@@ -130,6 +130,7 @@ class PoolingStep:
 class _Job:
     request: msg.Generate
     forwards: Iterator[Ready]
+    short: bool  # no text takes several forwards
     turn: int = 0
     left: int = 0  # texts without a vector
     computed: int = 0  # tokens
@@ -144,10 +145,12 @@ class PoolingRequests:
         self._jobs: dict[int, _Job] = {}
         self._turns = FairQueue()
         self._overtaking = 0  # forwards of interactive requests in a row while a batch request waits
-        self._begun = 0  # uid of a request whose long text has a KV cache: it goes on first
+        self._begun = 0  # uid of a request whose long text has a KV cache: no other may begin one
 
     def add(self, request: msg.Generate) -> None:
-        job = _Job(request, self._pooler.forwards(request), left=len(request.pooling.lengths))
+        lengths = request.pooling.lengths
+        short = max(lengths) <= self._pooler.most
+        job = _Job(request, self._pooler.forwards(request), short, left=len(lengths))
         self._line_up(job)
         self._jobs[request.uid] = job
 
@@ -165,10 +168,10 @@ class PoolingRequests:
         job.turn = self._turns.following(whose, own)
 
     def _choose(self) -> _Job:
-        if (begun := self._jobs.get(self._begun)) is not None:
-            return begun
-        batch = [job for job in self._jobs.values() if job.request.batch]
-        others = [job for job in self._jobs.values() if not job.request.batch]
+        begun = self._jobs.get(self._begun)
+        may = [job for job in self._jobs.values() if begun in (None, job) or job.short]
+        batch = [job for job in may if job.request.batch]
+        others = [job for job in may if not job.request.batch]
         overtaken = bool(batch) and self._overtaking >= MOST_OVERTAKING
         job = min(
             batch if overtaken or not others else others, key=lambda each: (each.turn, each.request.uid)
@@ -185,7 +188,10 @@ class PoolingRequests:
         self._turns.record((job.request.client, job.request.batch), job.turn)
         self._status.launched("prefill", self._pooler.most, time.monotonic())
         places, vectors = next(job.forwards)
-        self._begun = uid if vectors is None else 0
+        if vectors is None:
+            self._begun = uid
+        elif self._begun == uid:
+            self._begun = 0
         data, finite = b"", True
         if vectors is not None:
             found: Any = vectors  # mlx's arrays are buffers, which its types do not say

@@ -135,20 +135,20 @@ def test_clients_take_turns_at_forwards() -> None:
 
 
 class Long(Counting):
-    """A text takes three forwards, over a KV cache that it keeps."""
+    """A text of several tokens takes three forwards, over a KV cache that it keeps."""
 
     def forwards(self, request: msg.Generate) -> Iterator[Ready]:
-        for place in range(len(request.pooling.lengths)):
-            yield from [((), None)] * 2
+        for place, length in enumerate(request.pooling.lengths):
+            yield from [((), None)] * 2 * (length > self.most)
             yield (place,), mx.array([[1.0]])
 
 
 def test_one_long_text_at_a_time_holds_a_cache() -> None:
     requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
     for uid in (1, 2):
-        requests.add(asked(uid, [[5]], client=uid))
+        requests.add(asked(uid, [[5, 5]], client=uid))
     requests.next()
-    requests.add(asked(3, [[5]], client=3))
+    requests.add(asked(3, [[5, 5]], client=3))
     assert order(requests) == [1, 1, 2, 2, 2, 3, 3, 3]
 
 
@@ -158,6 +158,15 @@ def test_the_buffers_of_each_forward_are_freed(monkeypatch: pytest.MonkeyPatch) 
     requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
     requests.add(asked(1, [[5]] * 2))
     assert len(run(requests)) == len(freed) == 6
+
+
+def test_short_requests_pass_between_the_parts_of_a_long_text() -> None:
+    requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
+    for uid in (1, 2):
+        requests.add(asked(uid, [[5, 5]]))
+    requests.next()
+    requests.add(asked(3, [[5]]))
+    assert order(requests) == [1, 3, 1, 2, 2, 2]
 
 
 def test_a_batch_request_waits_for_others_but_not_for_ever() -> None:

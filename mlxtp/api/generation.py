@@ -47,7 +47,7 @@ from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance
 from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
-from .vectors import TEXT, VectorAnswer, VectorRequest, bytes_of, check_kind, named, told_of
+from .vectors import COUNTED, TEXT, VectorAnswer, VectorRequest, bytes_of, check_kind, named, told_of
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,8 @@ class Generation:
         loaded_ns = max(time.perf_counter_ns() - arrived_ns, 1)
         model, text = await self.catalog.loaded(lease.model or name)
         check_kind(model, ask.kind)
-        told = await text.line(body.size).run(partial(told_of, ask, model, text, batch=batch), client)
+        size = max(body.size, len(ask.texts) * COUNTED)
+        told = await text.line(size).run(partial(told_of, ask, model, text, batch=batch), client)
         body.release()
         body.hold(bytes_of(ask, model))
         user, sharer = ask.user[: settings.MAX_USER_CHARS], _sharer(request)

@@ -15,6 +15,7 @@ from .request_body import shown, wrong
 
 MOST_TEXTS = 2048  #: of one request, as in OpenAI's API
 MOST_TOKENS = 300_000  #: of all texts of one request, as in OpenAI's API
+COUNTED = 1024  #: bytes of a text at least: each is a round trip to the tokenizer's process
 MOST_NUMBERS = 1 << 22  #: in all vectors of one request: 80 MB of JSON
 
 TEXT = "text"  #: kind of a model that makes no vectors

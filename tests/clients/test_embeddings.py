@@ -19,7 +19,7 @@ from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.pooling import Pooler, PoolingRequests
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.text.renderer import LocalRenderer
+from mlxtp.text.renderer import LocalRenderer, WorkerQueue
 from mlxtp.wire.messages import Generate, Pooling
 
 from ..engine.record_vectors import SHAPE
@@ -156,6 +156,22 @@ def test_what_cannot_be_is_a_400(mac: Cluster, path: str, body: dict[str, Any], 
 def test_the_example_finds_a_passage_and_answers_from_it(mac: Cluster) -> None:
     found = sections([sys.executable, str(CLIENTS / "openai_rag.py")], mac.url)
     assert found == {"nearest": "The code for Lumida is BT-9357.", "answer": "BT-9357"}
+
+
+def test_a_query_does_not_wait_for_the_tokens_of_many_texts(
+    mac: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues, run = list[WorkerQueue](), WorkerQueue.run
+
+    async def noted(queue: WorkerQueue, *work: Any) -> Any:
+        queues.append(queue)
+        return await run(queue, *work)
+
+    monkeypatch.setattr(WorkerQueue, "run", noted)
+    for texts in (["It."] * 500, ["It."]):
+        mac.client.post("/v1/embeddings", json={"model": FOUND, "input": texts}).raise_for_status()
+    many, one = queues
+    assert many is not one
 
 
 def test_a_killed_rank_is_a_pause(mac: Cluster, client: openai.OpenAI) -> None:

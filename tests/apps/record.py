@@ -1,6 +1,7 @@
 """The files in `recordings`, made short from what `make apps APPS_ARGS="--record FOLDER"` left.
 
-`python -m tests.apps.record FOLDER` writes every file that PICKS names again.
+`python -m tests.apps.record FOLDER` writes every file that PICKS names again. Those in `vectors` are what
+Open WebUI 0.12.4 sent for a document, with models for vectors in place of the actor, and were copied by hand.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pydantic
@@ -112,9 +114,20 @@ def ollama_chat(url: str, body: Any) -> Said:
     return said
 
 
+def posted(path: str, url: str, body: Any) -> Said:
+    """A reply as Open WebUI reads it, without a library."""
+    told = httpx.post(url + path, json=body, timeout=60).raise_for_status().json()
+    if path == "/v1/rerank":
+        results = sorted(told["results"], key=lambda result: result["index"])
+        return Said(f"{len({result['relevance_score'] for result in results})} scores")
+    found = told["embeddings"] if "embeddings" in told else [each["embedding"] for each in told["data"]]
+    return Said(f"{len(found)} vectors of {len(found[-1])}")
+
+
 BY_PATH = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
     "/v1/messages": messages,
     "/api/chat": ollama_chat,
+    **{path: partial(posted, path) for path in ("/v1/embeddings", "/api/embed", "/v1/rerank")},
 }

@@ -22,6 +22,7 @@ from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.text.renderer import LocalRenderer, WorkerQueue
 from mlxtp.wire.messages import Generate, Pooling
 
+from ..apps.replay import answered, recordings
 from ..engine.record_vectors import SHAPE
 from ..engine.small_models import write_model
 from ..live_cluster import START_S, WAIT_S, Cluster, until
@@ -156,6 +157,11 @@ def test_what_cannot_be_is_a_400(mac: Cluster, path: str, body: dict[str, Any], 
 def test_the_example_finds_a_passage_and_answers_from_it(mac: Cluster) -> None:
     found = sections([sys.executable, str(CLIENTS / "openai_rag.py")], mac.url)
     assert found == {"nearest": "The code for Lumida is BT-9357.", "answer": "BT-9357"}
+
+
+@pytest.mark.parametrize("recording", recordings("vectors"))
+def test_documents_of_open_webui(mac: Cluster, recording: dict[str, Any]) -> None:
+    assert answered(mac.url, recording) == recording["expected"]
 
 
 def test_a_query_does_not_wait_for_the_tokens_of_many_texts(

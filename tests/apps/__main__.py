@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .actor import stage, with_template
-from .bench import MLXTP, ROOT, Bench, Check, end, free_port, install, wait_for
+from .bench import ROOT, Bench, Check, end, free_port, install, node, wait_for
 from .rows import ROWS, Row
 
 SLOW_S = 9.0
@@ -44,19 +44,8 @@ def served(folder: Path, npm: Path) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory() as name:
         home, url = Path(name), f"http://127.0.0.1:{free_port()}"
         bench = Bench(folder, npm, url, "tiny", 4096, home, None, 0.0)
-        node = [
-            MLXTP,
-            "node",
-            "--alone",
-            "--ranks",
-            "1",
-            "--home",
-            home,
-            "--http",
-            url.removeprefix("http://"),
-        ]
         with contextlib.closing(bench):
-            process = bench.start(node, bench.home())
+            process = bench.start(node(home, url.removeprefix("http://")), bench.home())
             try:
                 wait_for(f"{url}/health", 120)
                 listed = urllib.request.urlopen(f"{url}/v1/models").read()

@@ -154,6 +154,11 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def node(home: Path | str, at: str) -> list[object]:
+    """The command of an agent with one rank and the embedded model, at an address HOST:PORT."""
+    return [MLXTP, "node", "--alone", "--ranks", "1", "--home", home, "--http", at]
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its group by their id."""
     for name in (signal.SIGTERM, signal.SIGKILL):

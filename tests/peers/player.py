@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from mlxtp.api.backend import ModelInfo
 
 from ..apps import actor
-from ..apps.bench import end, free_port, wait_for
+from ..apps.bench import end, free_port, node, wait_for
 
 MODEL = "tiny"
 #: Values of arguments by their names, as the suites' questions name them.
@@ -80,21 +79,9 @@ def servers() -> Iterator[tuple[str, str]]:
     """The addresses of the agent and of the player."""
     with tempfile.TemporaryDirectory() as home, actor.stage(make=Player, context=32768) as found:
         at = f"127.0.0.1:{free_port()}"
-        node = [
-            sys.executable,
-            "-m",
-            "mlxtp",
-            "node",
-            "--alone",
-            "--ranks",
-            "1",
-            "--home",
-            home,
-            "--http",
-            at,
-        ]
+        words = list(map(str, node(home, at)))
         process = subprocess.Popen(
-            node, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
         try:
             wait_for(f"http://{at}/v1/models", 120)

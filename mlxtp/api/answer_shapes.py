@@ -185,7 +185,10 @@ ANSWERS: Mapping[str, Any] = {
     "POST /v1/responses/compact": {
         "id": str, "object": "response.compaction", "created_at": int, "output": [_ITEM], "usage": _COUNTS,
     },
-    "POST /v1/responses/input_tokens": {"object": "response.input_tokens", "input_tokens": int},
+    **dict.fromkeys(
+        ("POST /v1/responses/input_tokens", "POST /v1/chat/completions/input_tokens"),
+        {"object": "response.input_tokens", "input_tokens": int},
+    ),
     "GET /v1/responses/{response_id}": _RESPONSE,
     "DELETE /v1/responses/{response_id}": {"id": str, "object": "response", "deleted": bool},
     "POST /v1/responses/{response_id}/cancel": _RESPONSE,
@@ -209,9 +212,10 @@ ANSWERS: Mapping[str, Any] = {
         "capabilities": [("completion", "tools", "thinking")],
     },
     "GET /api/version": {"version": str},
-    "POST /tokenize": _TOKENS,
-    "POST /detokenize": _of(str, "prompt content"),
+    "POST /v1/tokenize": _TOKENS,
+    "POST /v1/detokenize": _of(str, "prompt content"),
     "POST /apply-template": {"prompt": str},
+    "GET /tokenizer_info": {"tokenizer_class": str},
 }
 #: Shapes of the events or lines of streams.
 EVENTS: Mapping[str, Any] = {

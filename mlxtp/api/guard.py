@@ -38,7 +38,7 @@ ADMITTED = "mlxtp.admitted"
 #: First parts of the paths where models are used.
 USES = (
     "v1", "v2", "api", "chat", "completions", "responses", "messages", "models", "embeddings", "rerank",
-    "tokenize", "detokenize", "apply-template",
+    "tokenize", "detokenize", "apply-template", "tokenizer_info",
 )  # fmt: skip
 #: Origins of programs on this Mac: pages of its own servers, and schemes of desktop apps, which no web page
 #: has. `null` is none of them: any page gets it for a sandboxed frame.

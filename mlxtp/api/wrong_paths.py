@@ -8,7 +8,6 @@ from collections.abc import Callable
 _OTHER_APIS = {
     "/v1beta": "Gemini's API is not served here; /v1/chat/completions is OpenAI's, /v1/messages Anthropic's",
     "/api/v0": "LM Studio's own API is not served here; /v1/chat/completions is OpenAI's, /api/chat Ollama's",
-    "/tokenizer_info": "the tokenizer's files are not served; POST /api/show has the chat template",
     "/completion": "llama.cpp's own API is not served here; /v1/completions continues a prompt",
     "/infill": "text is continued, not filled in; /v1/completions continues a prompt",
     "/generate": "TGI's own API is not served here; /v1/completions continues a prompt",

@@ -183,13 +183,14 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
         },
     ),
     "/api/show": ({"model": "default"}, {"name": "default", "verbose": True}),
-    "/tokenize": (
+    "/v1/chat/completions/input_tokens": ({"messages": [ASKED]},),
+    "/v1/tokenize": (
         {"model": "default", "prompt": "hello", "return_token_strs": True},
         {"messages": [ASKED], "tools": [{"type": "function", "function": FUNCTION}],
          "add_special_tokens": True},
         {"content": "hello", "with_pieces": True},
     ),
-    "/detokenize": ({"tokens": [70, 71]},),
+    "/v1/detokenize": ({"tokens": [70, 71]},),
     "/apply-template": ({"messages": [ASKED], "add_generation_prompt": False},),
 }  # fmt: skip
 """Good ones, for each endpoint that takes a body: what is changed below."""

@@ -43,8 +43,9 @@ ASKED: Mapping[str, dict[str, Any]] = {
     "/api/chat": {"model": "default", "messages": HELLO},
     "/api/generate": {"model": "default", "prompt": "hello"},
     "/api/show": {"model": "default"},
-    "/tokenize": {"prompt": "hello"},
-    "/detokenize": {"tokens": [70]},
+    "/v1/chat/completions/input_tokens": {"messages": HELLO},
+    "/v1/tokenize": {"prompt": "hello"},
+    "/v1/detokenize": {"tokens": [70]},
     "/apply-template": {"messages": HELLO},
 }
 DESCRIPTION = document([HEALTH, *(each for adapter in adapters() for each in adapter.endpoints)], "1")

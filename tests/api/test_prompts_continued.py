@@ -33,6 +33,19 @@ def server(text_of_model: tuple[Tokenizer, Text]) -> Iterator[Remembering]:
         yield found
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_what_was_given_before_what_follows(server: Remembering, stream: bool) -> None:
+    for given, turns in (("hello", begun()), ("", [USER])):
+        server.backend.say(*[" world</s>"] * 2)
+        found = server.client.chat.completions.create(
+            model="tiny", messages=turns, stream=stream, n=2, extra_body={"echo": True}
+        )
+        texts = ["", ""]
+        for choice in (choice for part in (found if stream else [found]) for choice in part.choices):
+            texts[choice.index] += (choice.delta if stream else choice.message).content or ""
+        assert texts == [f"{given} world"] * 2
+
+
 def post(server: Server, path: str, body: Mapping[str, Any]) -> httpx.Response:
     return server.ask("POST", path, {"model": "tiny"} | body)
 

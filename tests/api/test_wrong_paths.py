@@ -43,7 +43,6 @@ def test_models_are_listed_without_v1(server: Server) -> None:
         ("/v1/health", "the path is /health"),
         ("/v1beta/models/gemini-2.5-pro:generateContent", "Gemini's API is not served here"),
         ("/api/v0/models", "LM Studio's own API is not served here"),
-        ("/tokenizer_info", "POST /api/show has the chat template"),
         ("/generate", "/v1/completions continues a prompt"),
         ("/generated", ""),
         ("/v1/none", ""),

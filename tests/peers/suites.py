@@ -116,9 +116,7 @@ def by_lm_eval(suite: Mapping[str, Any], urls: Sequence[str]) -> list[Result]:
     with tempfile.TemporaryDirectory() as name:
         rows, folder = suite["rows"], Path(name)
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        model = (
-            f"model=tiny,base_url={urls[0]}/v1/completions,tokenizer={TINY},num_concurrent=1,max_retries=1"
-        )
+        model = f"model=tiny,base_url={urls[0]}/v1/completions,tokenizer_backend=remote,num_concurrent=1"
         for kind, task in suite["tasks"].items():
             (folder / f"{kind}.yaml").write_text(task.replace("ROWS", str(folder / "rows.jsonl")))
             lm_eval = [environment().parent / "lm_eval", "--model", "local-completions"]

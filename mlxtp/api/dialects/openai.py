@@ -225,6 +225,7 @@ class ChatRequest(PromptBody):
     # a last message of the assistant, as vLLM and SGLang call it
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    echo: bool | None = None
     # refused by `_check_supported`
     functions: Unused = None
     function_call: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
@@ -239,10 +240,11 @@ class ChatRequest(PromptBody):
 
 @dataclass(frozen=True, slots=True)
 class OpenAIAnswerOptions:
-    """Options of the answer. `custom`: names of the tools that take plain text."""
+    """Options of the answer. `custom`: names of the tools that take plain text. `echo`: what is repeated."""
 
     include_usage: bool
     custom: frozenset[str]
+    echo: str = ""
 
 
 # --- from a body to a request. Pure ----------------------------------------------------------------------
@@ -264,7 +266,6 @@ def parse_chat(body: bytes) -> GenerationRequest:
     tools = _tools(request.tools or ())
     offered, choice = tool_choice(request.tool_choice, {tool.name: tool for tool in tools})
     custom = frozenset(tool.name for tool in tools if tool.kind == "custom")
-    asked = OpenAIAnswerOptions(request.include_usage, custom)
     conversation = Conversation(
         turns(request.messages),
         tuple(tool.function(tool.name) for tool in tools if tool.name in offered),
@@ -276,6 +277,8 @@ def parse_chat(body: bytes) -> GenerationRequest:
     given = request.chat_template_kwargs or {}  # some clients send the flags there
     if begins_answer([given.get(name, getattr(request, name)) for name in FLAGS], conversation):
         conversation = continued(conversation)
+    echo = conversation.messages[-1].text if request.echo and conversation.continues else ""
+    asked = OpenAIAnswerOptions(request.include_usage, custom, echo)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     return request.generation(conversation, request.options(request.budget, logprobs), asked)
 
@@ -407,13 +410,18 @@ def usage(about: About, finishes: Sequence[Finish]) -> Json:
     }
 
 
-def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collection[str] = ()) -> Json:
-    """Return the whole answer to a request that does not stream. `custom`: names of plain-text tools."""
+def completion_body(
+    about: About, wholes: Sequence[WholeAnswer], custom: Collection[str] = (), echo: str = ""
+) -> Json:
+    """Return the whole answer to a request that does not stream: its texts begin with `echo`.
+
+    `custom`: names of plain-text tools.
+    """
     scored = about.ask.options.logprobs >= 0
     rows = [
         {
             "index": index,
-            "message": _message(whole, custom),
+            "message": _message(whole, custom, echo),
             "logprobs": logprobs(whole.scores, about.names) if scored else None,
             "finish_reason": whole.finish.reason,
             **ending(about, whole.finish, whole.scores),
@@ -435,12 +443,12 @@ def ending(about: About, finish: Finish, scores: Sequence[Scored] = ()) -> Json:
     return {"stop_reason": matched if own else None, "matched_stop": matched} | ids
 
 
-def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
-    message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
+def _message(whole: WholeAnswer, custom: Collection[str], echo: str) -> Json:
+    message: Json = {"role": "assistant", "content": echo + whole.text, "refusal": None}
     if whole.reasoning:
         message |= dict.fromkeys(("reasoning", "reasoning_content"), whole.reasoning)
     if calls := whole.complete_calls:
-        message["content"] = whole.text or None
+        message["content"] = message["content"] or None
         message["tool_calls"] = [
             _tool_call(call.id, call.name, call.arguments, call.name in custom) for call in calls
         ]
@@ -549,9 +557,11 @@ _DONE = b"data: [DONE]\n\n"
 class ChunkWriter(SseWriter):
     """Writer of a chat's chunks. It encodes their common part once."""
 
-    def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
+    def __init__(
+        self, about: About, include_usage: bool, custom: Collection[str] = (), echo: str = ""
+    ) -> None:
         super().__init__(about, "chatcmpl", "chat.completion.chunk", include_usage)
-        self._custom = custom
+        self._custom, self._echo = custom, echo
         self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
         self._before = b"data: " + compact(self.head)[:-1] + b',"choices":[{"index":'
         self._usage = _inside(self.no_usage)
@@ -559,7 +569,9 @@ class ChunkWriter(SseWriter):
 
     def begin(self) -> bytes:
         wanted = self.about.ask.options.token_ids
-        return self.idle({"prompt_token_ids": self.about.prompt_ids[0]}) if wanted else b""
+        first = self.idle({"prompt_token_ids": self.about.prompt_ids[0]}) if wanted else b""
+        echoed = [ContentDelta(choice, self._echo) for choice in range(self.about.choices) if self._echo]
+        return first + b"".join(map(self.write, echoed))
 
     def idle(self, more: Json) -> bytes:
         """Return an empty chunk of the first open choice, with its role in its first chunk."""
@@ -667,6 +679,7 @@ def health_body(health: Health) -> Json:
 # --- the adapter ------------------------------------------------------------------------------------------
 
 
+PATH = "/v1/chat/completions"
 MODELS = "/v1/models"
 
 
@@ -681,18 +694,25 @@ class OpenAIChat(Adapter):
             Operation("GET", MODELS, "The models that can be served, the loaded one first"): _models,
             Operation("GET", f"{MODELS}/", ""): _models,
             Operation("GET", f"{MODELS}/{{id:path}}", "One model"): _model,
-            Operation("POST", "/v1/chat/completions", "Answer a chat", ChatRequest, SSE): self._chat,
+            Operation("POST", PATH, "Answer a chat", ChatRequest, SSE): self._chat,
+            Operation("POST", f"{PATH}/input_tokens", "Count the tokens of a chat", ChatRequest): _counted,
         }
 
     async def _chat(self, generation: Generation, request: Request) -> Response:
         return await generation.answer(self, request, parse_chat)
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
-        return completion_body(about, wholes, about.ask.dialect.custom)
+        asked: OpenAIAnswerOptions = about.ask.dialect
+        return completion_body(about, wholes, asked.custom, asked.echo)
 
     def writer(self, about: About) -> AnswerWriter:
         asked: OpenAIAnswerOptions = about.ask.dialect
-        return ChunkWriter(about, asked.include_usage, asked.custom)
+        return ChunkWriter(about, asked.include_usage, asked.custom, asked.echo)
+
+
+async def _counted(generation: Generation, request: Request) -> Response:
+    tokens = await generation.count(request, parse_chat)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def _models(generation: Generation, request: Request) -> Response:

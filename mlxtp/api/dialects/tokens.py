@@ -1,5 +1,5 @@
 """Tokens of a text and text of tokens, in vLLM's and llama.cpp's shapes: `/tokenize`, `/detokenize`,
-`/apply-template`.
+`/apply-template`, `/tokenizer_info`.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -16,13 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import RequestError
+from ...model_files import tokenizer_settings
 from ...text.conversation import GenerationRequest
 from ...text.tokenizer import Text
 from ..adapter import Json, Operation, compact
 from ..catalog import TooLong
 from ..generation import AnyModel, Generation, Handler
 from ..prompts import WrittenPrompts, written
-from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, wrong
+from ..request_body import MOST_MESSAGES, Integer, Schema, checked, in_range, not_supported, parsed, wrong
 from .openai import ChatRequest, MessageInput, OfferedTool, parse_chat
 from .request_parts import MOST_TOKENS
 
@@ -67,6 +69,12 @@ class DetokenizeRequest(Schema):
     """The body of `POST /detokenize`."""
 
     tokens: Annotated[list[Annotated[Integer, in_range(0, MOST_TOKENS)]], Field(fail_fast=True)]
+    model: str | None = None
+
+
+class InfoQuery(Schema):
+    """The query of `GET /tokenizer_info`."""
+
     model: str | None = None
 
 
@@ -151,11 +159,31 @@ async def _answer(
     return Response(body, media_type="application/json")
 
 
+async def _info(generation: Generation, request: Request) -> Response:
+    model = await generation.catalog.find(checked(InfoQuery, dict(request.query_params), "").model)
+    body = await asyncio.to_thread(lambda: compact(settings(model)))
+    return Response(body, media_type="application/json")
+
+
+def settings(model: AnyModel) -> Json:
+    """Return tokenizer_config.json with the chat template, each special token as its text. Blocks."""
+    found: Json = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.context}
+    with suppress(OSError, ValueError):
+        found |= tokenizer_settings(model.path)
+    for name, value in found.items():
+        if isinstance(value, dict) and isinstance(value.get("content"), str):
+            found[name] = value["content"]
+    return found
+
+
 ENDPOINTS: Mapping[Operation, Handler] = {
-    Operation("POST", path, summary, body): partial(_answer, parse)
-    for path, summary, body, parse in (
-        ("/tokenize", "The tokens of a text or of a chat", TokenizeRequest, parse_tokenize),
-        ("/detokenize", "The text of tokens", DetokenizeRequest, parse_detokenize),
-        ("/apply-template", "A chat as its template writes it", TemplateRequest, parse_template),
-    )
+    Operation("GET", "/tokenizer_info", "Settings of a tokenizer", query=InfoQuery): _info,
+    **{
+        Operation("POST", path, summary, body): partial(_answer, parse)
+        for path, summary, body, parse in (
+            ("/v1/tokenize", "The tokens of a text or of a chat", TokenizeRequest, parse_tokenize),
+            ("/v1/detokenize", "The text of tokens", DetokenizeRequest, parse_detokenize),
+            ("/apply-template", "A chat as its template writes it", TemplateRequest, parse_template),
+        )
+    },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlxtp.text.conversation import ChatMessage, Conversation
 from ...reference import conversation_ids
 from ..conftest import BYTE_LEVEL, CONTEXT, Loaded, Server
 
+CHAT = "/v1/chat/completions"
 HALF = "hello 😀"
 HELLO = [{"role": "user", "content": "hello"}]
 WRITTEN = "<s><|user|>hello"
@@ -46,8 +48,10 @@ def test_a_chat_has_the_tokens_of_its_prompt(server: Server) -> None:
         ({"add_generation_prompt": False}, expected[:-1]),
     ):
         assert post(server, "/tokenize", {"messages": HELLO} | more)["tokens"] == tokens
-    post(server, "/v1/chat/completions", {"messages": HELLO})
+    post(server, CHAT, {"messages": HELLO})
     assert list(server.backend.request.tokens) == expected
+    assert post(server, "/v1/tokenize", {"messages": HELLO})["tokens"] == expected
+    assert post(server, f"{CHAT}/input_tokens", {"messages": HELLO})["input_tokens"] == len(expected)
 
 
 def test_a_text_in_llama_cpp_s_shape(server: Server) -> None:
@@ -78,6 +82,25 @@ def test_a_chat_as_its_template_writes_it(server: Server) -> None:
     mood = {"chat_template_kwargs": {"mood": "x"}}
     status, words = post(server, "/apply-template", {"messages": HELLO} | mood)
     assert (status, "no mood is known" in words) == (400, True)
+
+
+def test_the_settings_of_a_tokenizer(server: Server, tmp_path: Path) -> None:
+    told = {"eos_token": {"content": "</s>", "lstrip": False}, "model_max_length": 9, "mark": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": "old"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    bare = tmp_path / "bare"
+    server.backend.stored = (StoredModelInfo("org/one", tmp_path, 77, 0), StoredModelInfo("two", bare, 77, 0))
+
+    def get(path: str) -> httpx.Response:
+        return httpx.get(server.url + path, timeout=WAIT_S, trust_env=False)
+
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert get("/tokenizer_info?model=org/one").json() == kind | {
+        "eos_token": "</s>", "model_max_length": 9, "mark": {}, "chat_template": "{{ messages }}",
+    }  # fmt: skip
+    assert get("/tokenizer_info?model=two").json() == kind | {"model_max_length": 77}
+    assert get("/tokenizer_info").json()["model_max_length"] > 0
+    assert get("/tokenizer_info?model=absent").status_code == 404
 
 
 @pytest.mark.parametrize(

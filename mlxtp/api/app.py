@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -139,9 +140,12 @@ class _Refusals:
         """Refuse an unknown path, or a method that the path does not have."""
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"], request.method
-        message, end = f"{method} {path}: {error.detail}", ""
+        message, end, headers = f"{method} {path}: {error.detail}", "", dict(error.headers or {})
+        routes = [each for each in request.app.routes if isinstance(each, Route)]
+        if error.status_code == 405:  # several routes may have the path
+            there = [each.methods or () for each in routes if each.path_regex.match(path)]
+            headers["Allow"] = ", ".join(sorted({*chain(*there)}))
         if error.status_code == 404:
-            routes = [each for each in request.app.routes if isinstance(each, Route)]
             end = meant(path, lambda other: any(each.path_regex.match(other) for each in routes))
             message = "; ".join(filter(None, (message, advice(path, end))))
         headers = error.headers

@@ -308,6 +308,7 @@ def test_every_error_has_the_same_shape(server: Server) -> None:
     response = get(server, "/v1/chat/completions")
     assert_error(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    assert httpx.put(f"{server.url}/v1/responses/x").headers["allow"] == "DELETE, GET, HEAD"
     refused = post(server, ask(chat_template_kwargs={"mood": 1}))
     assert "no mood is known" in assert_error(refused, 400, "invalid_request")["message"]
 

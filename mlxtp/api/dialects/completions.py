@@ -136,7 +136,8 @@ class Logprobs:
             own.append(None if score is None else bounded(score.logprob))
             others = [] if score is None else reversed(score.top[:most])
             known = {_distinct(*names(other))[0]: bounded(logprob) for other, logprob in others}
-            top.append(None if score is None else known | {name: own[-1]})
+            self_ = {name: own[-1]}
+            top.append(None if score is None else self_ | known | self_)
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
@@ -231,7 +232,8 @@ class CompletionWriter(SseWriter):
         more: Json | None = None,
         inside: Json | None = None,
     ) -> bytes:
-        choices = {"choices": [_choice(choice, text, scores, reason) | (inside or {})]}
+        found = _choice(choice, text, scores, reason) | self.tokens(choice, ()) | (inside or {})
+        choices = {"choices": [found]}
         return sse(self.head | choices | (more or {}) | self.running())
 
 

@@ -68,6 +68,7 @@ from .request_parts import (
     log_left_out,
     newest,
     role_of,
+    template_options,
     text_arguments,
     text_of,
     text_parameters,
@@ -266,15 +267,17 @@ def parse_chat(body: bytes) -> GenerationRequest:
     tools = _tools(request.tools or ())
     offered, choice = tool_choice(request.tool_choice, {tool.name: tool for tool in tools})
     custom = frozenset(tool.name for tool in tools if tool.kind == "custom")
+    given = request.chat_template_kwargs or {}  # some clients send the flags there
     conversation = Conversation(
         turns(request.messages),
         tuple(tool.function(tool.name) for tool in tools if tool.name in offered),
         choice,
         request.parallel_tool_calls is not False,
         None if request.reasoning_effort is None else request.reasoning_effort != "none",
-        _template_options(request),
+        template_options(
+            {name: given[name] for name in given if name not in FLAGS}, request.reasoning_effort
+        ),
     )
-    given = request.chat_template_kwargs or {}  # some clients send the flags there
     if begins_answer([given.get(name, getattr(request, name)) for name in FLAGS], conversation):
         conversation = continued(conversation)
     echo = conversation.messages[-1].text if request.echo and conversation.continues else ""
@@ -334,21 +337,6 @@ def _thoughts(message: MessageInput) -> str:
 def _thinking(message: MessageInput) -> tuple[Any, ...]:
     """Return the fields that different servers use for thoughts, in order of precedence."""
     return (message.reasoning_content, message.reasoning, message.reasoning_details, message.thinking_blocks)
-
-
-#: Variables that mlxtp sets in a template; clients may set the others.
-_OWN_VARIABLES = ("messages", "tools", "tokenize", "chat_template", "return_dict")
-
-
-def _template_options(request: ChatRequest) -> Json:
-    given = request.chat_template_kwargs or {}
-    options = {name: value for name, value in given.items() if name not in FLAGS}
-    for name in options:
-        if name in _OWN_VARIABLES or not name.isidentifier():
-            where = f"chat_template_kwargs.{name}"
-            raise RequestError(f"{where} cannot be set", param=where)
-    effort = request.reasoning_effort
-    return options if effort is None else {"reasoning_effort": effort} | options
 
 
 def _check_supported(request: ChatRequest) -> None:
@@ -539,7 +527,7 @@ class SseWriter(AnswerWriter):
     def tokens(self, choice: int, scores: Sequence[Scored]) -> Json:
         """Count new tokens of a choice, and return them if the request wants them."""
         self._counted[choice] += len(scores)
-        wanted = scores and self.about.ask.options.token_ids
+        wanted = self.about.ask.options.token_ids
         return {"token_ids": [token for token, _ in scores]} if wanted else {}
 
     def ended(self, choice: int, finish: Finish) -> Json:
@@ -579,6 +567,7 @@ class ChunkWriter(SseWriter):
         delta = {"role": "assistant", "content": ""} if index in self._silent else {}
         self._silent.discard(index)
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice |= self.tokens(index, ())
         return sse(self.head | {"choices": [choice]} | self.running() | more)
 
     def write(self, event: AnswerEvent) -> bytes:
@@ -629,6 +618,8 @@ class ChunkWriter(SseWriter):
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
         usage = _inside(self.running()) if self.about.ask.options.counts else self._usage
+        if self.about.ask.options.token_ids:
+            more = {"token_ids": [], **more}
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}]%b}\n\n' % (
             self._before, index, delta, scores, reason, _inside(more), usage,
         )  # fmt: skip

@@ -334,6 +334,19 @@ def begins_answer(flags: Sequence[object], conversation: Conversation) -> bool:
     return False
 
 
+#: Variables that mlxtp sets in a template; clients may set the others.
+_OWN_VARIABLES = ("messages", "tools", "tokenize", "chat_template", "return_dict", *FLAGS)
+
+
+def template_options(options: Json, effort: str | None) -> Json:
+    """Return the variables of a template, by `chat_template_kwargs` and an effort. Raises RequestError."""
+    for name in options:
+        if name in _OWN_VARIABLES or not name.isidentifier():
+            where = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{where} cannot be set", param=where)
+    return options if effort is None else {"reasoning_effort": effort} | options
+
+
 def continued(conversation: Conversation) -> Conversation:
     """Return the conversation whose answer continues the last message, the assistant's. Raises RequestError.
 

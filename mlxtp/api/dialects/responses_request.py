@@ -38,6 +38,7 @@ from .request_parts import (
     Unused,
     continued,
     log_left_out,
+    template_options,
     tool_choice,
     unfold,
 )
@@ -114,6 +115,7 @@ class Wish(OpenAIBody):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
+    chat_template_kwargs: Json | None = None
     include: Annotated[list[str] | None, WithJsonSchema(_INCLUDE)] = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -232,7 +234,7 @@ def _ask(request: Wish, store: ResponseStore, client: str, socket: str = "") -> 
         choice,
         request.parallel_tool_calls is not False,
         None if effort is None else effort != "none",
-        {} if effort is None else {"reasoning_effort": effort},  # for templates with effort levels
+        template_options(request.chat_template_kwargs or {}, effort),
     )
     given = request.text.format if request.text is not None else None
     format_ = None if given is None else _understood(given)

@@ -186,6 +186,7 @@ def test_bytes_that_are_no_text_have_a_name_each() -> None:
     own = "bytes:\\xe2"
     assert found["tokens"] == [own]
     assert found["top_logprobs"] == [{own: -1.0, "bytes:\\x82\\x0a": -2.0, "hi": -3.0, "</s>": -4.0}]
+    assert next(iter(found["top_logprobs"][0])) == own
 
 
 def says_prompt(prompt: list[int], tokens: list[int]) -> Script:
@@ -339,7 +340,7 @@ def test_tokens_are_named_with_the_one_that_ended_them(server: Server, stream: b
     fields: Any = {"extra_body": {"return_token_ids": True, "stop_token_ids": [7, 7]}, "stream": stream}
     answer = create(server, **fields)
     parts = [part.choices[0] for part in (answer if stream else [answer])]
-    assert [token for part in parts for token in getattr(part, "token_ids", [])] == [*said, 7]
+    assert [token for part in parts for token in part.token_ids] == [*said, 7]
     assert parts[0].prompt_token_ids == [BOS, *server.ids("hello")]
     assert (parts[-1].stop_reason, parts[-1].matched_stop) == (7, 7)
     assert (server.backend.request.stop_tokens, server.backend.request.logprobs) == ((7,), -1)

@@ -215,7 +215,7 @@ def test_tokens_are_named_or_counted_without_scores(server: Server, stream: bool
     usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}} if stream else {}
     answer = create(server, stream=stream, extra_body={"return_token_ids": True} | usage)
     parts = [part for part in (answer if stream else [answer]) if part.choices]
-    assert [token for part in parts for token in getattr(part.choices[0], "token_ids", [])] == [*said, 1]
+    assert [token for part in parts for token in part.choices[0].token_ids] == [*said, 1]
     assert parts[0].prompt_token_ids == list(server.backend.request.tokens)
     assert (parts[-1].choices[0].stop_reason, parts[-1].choices[0].matched_stop) == (None, 1)
     assert all(part.choices[0].logprobs is None for part in parts)

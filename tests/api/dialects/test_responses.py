@@ -226,6 +226,15 @@ def test_effort_decides_whether_the_model_thinks(thinker: Server, reasoning: Any
     assert prompts(thinker) == [f"<s><|user|>hello{seen}<|assistant|>"]
 
 
+def test_the_template_gets_its_variables(thinker: Server) -> None:
+    more = {"chat_template_kwargs": {"reasoning_effort": "odd"}}
+    create(thinker, reasoning={"effort": "high"}, extra_body=more)
+    assert prompts(thinker) == ["<s><|user|>hello=True~odd<|assistant|>"]
+    for name in ("tools", "add_generation_prompt"):
+        with pytest.raises(openai.BadRequestError, match=f"kwargs.{name} cannot be set"):
+            create(thinker, extra_body={"chat_template_kwargs": {name: False}})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_without_a_word_still_has_its_text(server: Server, stream: bool) -> None:
     [message] = body_of(post(server, stream=stream))["output"]

@@ -165,6 +165,7 @@ _VECTORS = {
     "object": "list", "model": str, "usage": _of(int, "prompt_tokens total_tokens"),
     "data": [{"object": "embedding", "index": int, "embedding": ([float], str)}],
 }
+_COUNTED = {"object": "response.input_tokens", "input_tokens": int}
 _RANKED = {
     **_of(str, "id model"), "usage": _of(int, "prompt_tokens total_tokens"),
     "results": [{"index": int, "relevance_score": float, "document?": {"text": str}}],
@@ -185,10 +186,7 @@ ANSWERS: Mapping[str, Any] = {
     "POST /v1/responses/compact": {
         "id": str, "object": "response.compaction", "created_at": int, "output": [_ITEM], "usage": _COUNTS,
     },
-    **dict.fromkeys(
-        ("POST /v1/responses/input_tokens", "POST /v1/chat/completions/input_tokens"),
-        {"object": "response.input_tokens", "input_tokens": int},
-    ),
+    **dict.fromkeys(("POST /v1/responses/input_tokens", "POST /v1/chat/completions/input_tokens"), _COUNTED),
     "GET /v1/responses/{response_id}": _RESPONSE,
     "DELETE /v1/responses/{response_id}": {"id": str, "object": "response", "deleted": bool},
     "POST /v1/responses/{response_id}/cancel": _RESPONSE,
@@ -215,7 +213,7 @@ ANSWERS: Mapping[str, Any] = {
     "POST /v1/tokenize": _TOKENS,
     "POST /v1/detokenize": _of(str, "prompt content"),
     "POST /apply-template": {"prompt": str},
-    "GET /tokenizer_info": {"tokenizer_class": str},
+    "GET /tokenizer_info": dict,
 }
 #: Shapes of the events or lines of streams.
 EVENTS: Mapping[str, Any] = {

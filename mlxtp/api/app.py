@@ -143,17 +143,12 @@ class _Refusals:
         message, end, headers = f"{method} {path}: {error.detail}", "", dict(error.headers or {})
         routes = [each for each in request.app.routes if isinstance(each, Route)]
         if error.status_code == 405:  # several routes may have the path
-            there = [each.methods or () for each in routes if each.path_regex.match(path)]
+            first = next(each for each in routes if each.path_regex.match(path))
+            there = [each.methods or () for each in routes if each.path == first.path]
             headers["Allow"] = ", ".join(sorted({*chain(*there)}))
         if error.status_code == 404:
             end = meant(path, lambda other: any(each.path_regex.match(other) for each in routes))
             message = "; ".join(filter(None, (message, advice(path, end))))
-        headers = error.headers
-        if error.status_code == 405:  # starlette names the methods of the first route alone
-            routes = [each for each in request.app.routes if isinstance(each, Route)]
-            first = next(each for each in routes if each.path_regex.match(path))
-            found = {name for each in routes if each.path == first.path for name in each.methods or ()}
-            headers = {"allow": ", ".join(sorted(found))}
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
         refusal = RequestError(message, code, status=error.status_code)

@@ -20,7 +20,7 @@ from ..placement.formation import FailedGroup
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, left_out, plan
 from ..placement.topology import MemberMachine, Topology
-from ..wire.cluster_messages import Deployment, GroupAssignment
+from ..wire.cluster_messages import Deployment, GroupAssignment, Machine
 from .cluster_state import most_groups
 
 MOST_PLANNED = 12  #: Fastest Macs to consider for a group: the time of a search grows with the square.
@@ -158,6 +158,11 @@ class _Seats:
     def left(self, node: str) -> int:
         """Return a Mac's bytes that are not set aside; negative if its memory shrank."""
         return self.usable[node] - self._taken[node]
+
+    def too_full(self, node: str, machine: Machine) -> bool:
+        """Return True if several groups need more than a Mac has, even where no other program runs."""
+        most = machine.gpu_bytes or machine.memory_bytes  # 0: not known yet
+        return len(self.of if self.shared else self.on[node]) > 1 and 0 < most < self._taken[node]
 
     def kv_mib(self, seat: _Seat) -> int:
         """Return a rank's limit of KV caches: its least need, and an equal share of its Mac's free memory.
@@ -328,7 +333,7 @@ class _Packing:
             ranks, groups = self.facts.reports[group].ranks, set(self.facts.groups[_name(group)])
             if not any(self.seats.on[node] & groups for node in ranks):
                 self._stay(group)
-                if any(self._is_too_full(node) for node in ranks):
+                if any(self.seats.too_full(node, self.facts.members[node].machine) for node in ranks):
                     self.seats.drop(group)
         for group in list(self.seats.of):
             report, wanted = self.facts.reports[group], self.facts.by_name[_name(group)]
@@ -338,13 +343,6 @@ class _Packing:
                 self.seats.drop(group)
                 if not self._spread(again, group, report.ranks):
                     self.seats.put(group, seat)
-
-    def _is_too_full(self, node: str) -> bool:
-        """Return True if several groups need more than a Mac has, even where no other program runs."""
-        seats, machine = self.seats, self.facts.members[node].machine
-        groups = seats.of if seats.shared else seats.on[node]
-        most = machine.gpu_bytes or machine.memory_bytes  # 0: not known yet
-        return len(groups) > 1 and 0 < most < seats.usable[node] - seats.left(node)
 
     def _stay(self, group: str) -> None:
         report, name = self.facts.reports[group], _name(group)

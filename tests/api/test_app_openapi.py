@@ -99,7 +99,7 @@ RULES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("/v1/messages/count_tokens", {"messages": USER, "tools": [{"type": "x"}, TOOL], "mcp_servers": [1]}, []),
     ("/api/chat", {"messages": [{"role": "user"}]}, []),
     ("/api/chat", {"messages": TOLD}, [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}]),
-    ("/tokenize", {"messages": [{"role": "user", "content": ["a"]}]}, [{"prompt": "a"}]),
+    ("/v1/tokenize", {"messages": [{"role": "user", "content": ["a"]}]}, [{"prompt": "a"}]),
 ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_the_buffers_of_each_forward_are_freed(monkeypatch: pytest.MonkeyPatch) 
     freed: list[int] = []
     monkeypatch.setattr(pooling, "clear_pool", lambda: freed.append(1))
     requests = PoolingRequests(Long(), RankTelemetry())  # type: ignore[arg-type]
-    requests.add(asked(1, [[5]] * 2))
+    requests.add(asked(1, [[5, 5]] * 2))
     assert len(run(requests)) == len(freed) == 6
 
 

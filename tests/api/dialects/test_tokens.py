@@ -91,16 +91,13 @@ def test_the_settings_of_a_tokenizer(server: Server, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     server.backend.stored = (StoredModelInfo("org/one", tmp_path, 77, 0), StoredModelInfo("two", bare, 77, 0))
 
-    def get(path: str) -> httpx.Response:
-        return httpx.get(server.url + path, timeout=WAIT_S, trust_env=False)
-
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    assert get("/tokenizer_info?model=org/one").json() == kind | {
+    assert server.ask("GET", "/tokenizer_info?model=org/one").json() == kind | {
         "eos_token": "</s>", "model_max_length": 9, "mark": {}, "chat_template": "{{ messages }}",
     }  # fmt: skip
-    assert get("/tokenizer_info?model=two").json() == kind | {"model_max_length": 77}
-    assert get("/tokenizer_info").json()["model_max_length"] > 0
-    assert get("/tokenizer_info?model=absent").status_code == 404
+    assert server.ask("GET", "/tokenizer_info?model=two").json() == kind | {"model_max_length": 77}
+    assert server.ask("GET", "/tokenizer_info").json()["model_max_length"] > 0
+    assert server.ask("GET", "/tokenizer_info?model=absent").status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,27 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from ..errors import RequestError
 from ..text.json_limits import check_extent, parsed
-from .answer_shapes import FilledText
+from .answer_shapes import TEXT, FilledText, fields
 from .request_body import BodySchema, not_supported, wrong
 
 Format = Mapping[str, Any]
 
 RESPONSE_FORMAT = "response_format"
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)  # linear in the text's length
+
+
+_OF_TGI = {
+    "anyOf": [
+        fields({"type": {"const": kind}, "value": value})
+        for kind, value in {
+            "regex": TEXT, "json": {"type": "object"}, "json_schema": fields({"schema": {"type": "object"}}),
+        }.items()
+    ]
+}  # fmt: skip
 
 
 class ConstrainedBody(BodySchema):
@@ -32,7 +42,7 @@ class ConstrainedBody(BodySchema):
     regex: FilledText | None = None
     ebnf: FilledText | None = None
     json_schema: str | dict[str, Any] | None = None
-    grammar: FilledText | dict[str, Any] | None = None  # an object as TGI's
+    grammar: FilledText | Annotated[dict[str, Any], WithJsonSchema(_OF_TGI)] | None = None
 
     def constraint(self) -> tuple[str, Format | None]:
         """Return the field with the constraint, and a `response_format` that means it; None for none.

@@ -86,8 +86,12 @@ RULES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("/v1/chat/completions", {"messages": TOLD}, [
         {"stream_options": {}}, {"stream": True, "prompt_logprobs": 1}, {"top_logprobs": 1}, {"regex": ""},
         {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"logit_bias": {"a": 1}}, {"grammar": {}}, {"grammar": {"type": "regex", "value": ""}},
     ]),
     ("/v1/chat/completions", {"messages": USER, "stream": True, "stream_options": {}, "top_logprobs": 0}, []),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}, "grammar": {"type": "json", "value": {}}}, [
+        {"grammar": {"type": "json"}},
+    ]),
     ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, [{"stream_options": {}}]),
     ("/v1/responses", {"input": "a", "include": [LOGPROBS], "top_logprobs": 1, "tools": [{"type": "x"}]}, [
         {"include": []}, {"background": True, "store": False}, {"tools": [{}]},

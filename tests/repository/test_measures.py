@@ -40,7 +40,7 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 3_948,
     "admin": 1_714,
-    "api": 12_280,
+    "api": 12_293,
     "cli": 5_421,
     "cluster": 4_558,
     "diagnostics": 2_261,

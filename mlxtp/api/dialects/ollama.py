@@ -342,10 +342,10 @@ class Ollama(Adapter):
             return await generation.answer(self, request, partial(parse, arrival))
         except NoPrompt as wish:
             name = served_name(wish.asked.model, arrival.models)
-            if wish.keep_s == 0 and isinstance(model := await generation.catalog.find(name), StoredModelInfo):
-                return JSONResponse(no_answer(wish.asked, model, "unload"))
             if wish.keep_s == 0:
-                _check_unloads(generation.catalog.deployment(name), name)
+                if isinstance(model := await generation.catalog.find(name), StoredModelInfo):
+                    return JSONResponse(no_answer(wish.asked, model, "unload"))
+                _check_unloads(generation.catalog.deployment(name), name or model.id)
             loaded = await generation.load(request, name, wish.keep_s)
             return JSONResponse(no_answer(wish.asked, loaded, "unload" if wish.keep_s == 0 else "load"))
 

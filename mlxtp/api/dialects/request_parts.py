@@ -41,6 +41,9 @@ Json = dict[str, Any]
 # --- settings ---------------------------------------------------------------------------------------------
 
 
+_TOKEN_IDS = Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})
+
+
 @with_settings("openai")
 class OpenAIBody(BodySchema):
     """Fields of all of OpenAI's bodies. `docs/api.md` marks additions to its API with an asterisk."""
@@ -50,7 +53,7 @@ class OpenAIBody(BodySchema):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     seed: Integer | None = None
-    logit_bias: dict[str, Annotated[float, in_range(-100, 100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, in_range(-100, 100)]] | None, _TOKEN_IDS] = None
     deadline_s: Annotated[float, in_range(0.001, 86_400)] | None = None
     user: Any = None
 

@@ -558,6 +558,7 @@ def test_only_what_is_not_pinned_is_unloaded(thinker: Server, client: ollama.Cli
             with pytest.raises(ollama.ResponseError, match="`mlxtp unload`") as refused:
                 call(model="thinker", keep_alive=keep_alive)
             assert refused.value.status_code == 400
+    assert name in post(thinker, "generate", {"keep_alive": keep_alive}).json()["error"]
     thinker.backend.deployments = (unpinned,)
     assert client.generate(model="thinker:latest", keep_alive=keep_alive).done_reason == "unload"
     assert client.chat(model="thinker", keep_alive="10m").done_reason == "load"

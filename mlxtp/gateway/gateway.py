@@ -234,7 +234,7 @@ class Gateway:
         # If it forwarded, two agents that each take the other for rank 0's would do so forever.
         deployment = self.deployments.owning(generate.group)
         between = self.deployments.of_group(generate.group) if deployment is None else None
-        if between is not None and between.served is not None and not self.closing:
+        if between and between.served and generate.group not in between.groups and not self.closing:
             raise between.handover or GroupError("the group has ended", Code.LINK_LOST)
         self._check(deployment, generate)
         assert deployment is not None

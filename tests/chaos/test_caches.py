@@ -114,15 +114,6 @@ def test_caches_that_rank_1_keeps_for_itself_are_never_used(whole: FaultyCluster
     assert_sound(whole, was)
 
 
-@chaos
-def test_rank_1_rolls_drafts_back_too_far(whole: FaultyCluster) -> None:
-    expected = spoken(reference(prompt_ids(LONG), 400))
-    was = before(whole)
-    whole.order("misread_step", 1, at=3, how="positions")
-    answer = whole.read(LONG)
-    assert_recovered(whole, was, {Code.DESYNC}, "drafts rolled back too far", answers=((answer, expected),))
-
-
 MIXTURE: tuple[tuple[str, dict[str, Any]], ...] = (
     (LONG, {}),
     (LONG, {"temperature": 0.8, "seed": 3}),

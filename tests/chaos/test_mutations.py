@@ -61,17 +61,13 @@ def alone(fault: str, at: int, *, always: bool = False) -> Fault:
         for how in ("rudely", "politely")
     ),
     # N tokens take N forwards: the extra one is in no count.
-    Fault("one step too many at its end token", Order("extra_step", 0), DESYNC),
-    Fault("one step too many at its limit", Order("extra_step", 0), DESYNC, max_tokens=30),
+    Fault("one step too many", Order("extra_step", 0), DESYNC, max_tokens=30),
     # Sent to rank 1 and not run on rank 0: rank 1 waits in a forward of its own, or finds one too many.
     Fault("one step frame too many", Order("extra_frame", 0), {*DESYNC, Code.ACK_MISSING}, ACK_S, 30),
     Fault("a step after the stop", Order("extra_frame", 0, how="late"), {Code.WRONG_UID}, max_tokens=30),
-    *(alone("skip_step", at, always=at == 25) for at in (1, 25, 29)),
-    *(alone(fault, at) for fault in ("run_twice", "swallow_exception") for at in (25, 29)),
-    *(
-        Fault(f"wrong {field}", Order("lie", 1, at=20, how=field), DESYNC)
-        for field in ("forwards", "collectives")
-    ),
+    *(alone("skip_step", at, always=at == 25) for at in (25, 29)),
+    alone("run_twice", 25),
+    alone("swallow_exception", 29),
     # In the frame, or in its batch: two answers are on their way.
     *(
         Fault(
@@ -108,18 +104,13 @@ def test_rank_1_takes_another_token(cluster: FaultyCluster) -> None:
 
 
 @chaos
-@pytest.mark.parametrize(
-    ("fault", "on", "note"), [("draw_another_token", "", "drawn"), ("flip_logit_bit", "choose", "flipped")]
-)
-def test_what_rank_1_chooses_from_gathered_logits_changes_nothing(
-    cluster: FaultyCluster, fault: str, on: str, note: str
-) -> None:
+def test_what_rank_1_chooses_from_gathered_logits_changes_nothing(cluster: FaultyCluster) -> None:
     """Rank 0's choice travels inside the graph, and that of rank 1 reaches no client."""
     expected = cluster.right(LONG, **BIASED)
     was = before(cluster)
-    cluster.order(fault, 1, at=5, times=0, on=on)
+    cluster.order("draw_another_token", 1, at=5, times=0)
     answer = cluster.read(LONG, **BIASED)
-    assert all(n["before"] != n["after"] for n in cluster.wait_note(note, count=50))
+    assert all(n["before"] != n["after"] for n in cluster.wait_note("drawn", count=50))
     assert_whole(answer, expected)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
@@ -146,11 +137,10 @@ def test_a_bit_flipped_before_ranks_exchange_logits_reaches_all(
     assert_sound(cluster, was)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
-def test_a_rank_with_a_changed_weight_serves_no_client(cluster: FaultyCluster, rank: int) -> None:
+def test_a_rank_with_a_changed_weight_serves_no_client(cluster: FaultyCluster) -> None:
     """The group forms, proves its collectives and loads; its answer to the golden prompt is another one."""
     was = before(cluster)
-    cluster.order("change_weight", rank, epoch=was.epoch + 1)
+    cluster.order("change_weight", 1, epoch=was.epoch + 1)
     kill(was.pids[1])
     end = assert_recovered(
         cluster, was, {Code.PROOF_FAILED}, "a changed weight", epochs=2, within_s=RESTART_S

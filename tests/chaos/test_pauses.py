@@ -64,8 +64,7 @@ def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) 
         assert [p for _, p in answer.scores] == pytest.approx([p for _, p in expected.scores], abs=1e-3)
 
 
-@pytest.mark.parametrize("failures", [2, 3])
-def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: int, seed: int) -> None:
+def test_several_failures_during_one_answer(cluster: FaultyCluster, seed: int) -> None:
     """Each time it got on a little, so that it does not pass for their cause.
 
     Empty chunks fill each pause: a client that counts events must not take the stream for dead.
@@ -73,27 +72,26 @@ def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: in
     rng = random.Random(seed)
     expected = cluster.right(COUNT)
     was = before(cluster)
-    steps = [rng.randrange(20, 45) for _ in range(failures)]
+    steps = [rng.randrange(20, 45) for _ in range(3)]
     print(f"seed {seed}: after {steps} steps")
     orders = [Order("die", rng.randrange(2), was.epoch, on="decode", at=at) for at in steps]
     cluster.book.give(orders[0])
     cluster.later.extend(orders[1:])
     answer = cluster.read(COUNT)
     counted = assert_recovered_each_time(
-        cluster, was, f"{failures} failures during one answer", seed=seed, answers=((answer, expected),)
+        cluster, was, "3 failures during one answer", seed=seed, answers=((answer, expected),)
     )
-    assert counted == failures
+    assert counted == 3
     for epoch in range(was.epoch, cluster.epoch):
         (end,) = cluster.ends(epoch)
         assert any(end.at < at < cluster.ready_at(epoch + 1) for at in answer.idle)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster, rank: int) -> None:
+def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster) -> None:
     """It may be any of four: they are told apart without ending one that is innocent."""
     expected = cluster.right(LONG)
     was = before(cluster)
-    cluster.order("poison", rank, epoch=0, times=0, how=" ".join(map(str, prompt_ids(POISON))))
+    cluster.order("poison", 0, epoch=0, times=0, how=" ".join(map(str, prompt_ids(POISON))))
     with cluster.asking(LONG) as a, cluster.asking(LONG) as b, cluster.asking(LONG) as c:
         cluster.wait_asked(3, since=was)
         poisonous = cluster.read(POISON)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgpack
 
 from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
@@ -33,7 +32,7 @@ from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Runner
-from mlxtp.engine.sampler import Chooser, Chosen, Sampler
+from mlxtp.engine.sampler import Chosen, Sampler
 from mlxtp.engine.scheduler import QueuedForward, Scheduler
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import DecodeFrame
@@ -281,7 +280,7 @@ def see_every_forward(original: Wrapped, graphs: DecodeGraphs, key: Any, inputs:
 
 
 def flip_before(owner: type, place: str) -> None:
-    """Before ranks exchange logits ("winners", "gather"), or before this rank chooses from all of them."""
+    """Before ranks exchange logits: "winners" or "gather"."""
 
     @around(owner, place)
     def flip(original: Wrapped, it: Any, logits: mx.array, *args: Any, **how: Any) -> Any:
@@ -290,7 +289,6 @@ def flip_before(owner: type, place: str) -> None:
 
 flip_before(Vocabulary, "winners")
 flip_before(Vocabulary, "gather")
-flip_before(Chooser, "choose")
 
 
 @around(RankExecutor, "apply")
@@ -339,8 +337,9 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> DecodeFrame | None:
     return frame
 
 
-def framed(payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload)) + payload
+def put_truncated(link: BlockingLink, message: Message) -> None:
+    payload = encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3]
+    put_bytes(link, struct.pack(">I", len(payload)) + payload)
 
 
 AHEAD: dict[str, Callable[[BlockingLink, Message], object]] = {
@@ -351,14 +350,8 @@ AHEAD: dict[str, Callable[[BlockingLink, Message], object]] = {
     "other epoch as well": lambda link, message: put(
         link, message, epoch=link.protocol.epoch + 1, seq=link.protocol.seq + 1
     ),
-    "unknown type": lambda link, _: put_bytes(
-        link, framed(msgpack.packb((0x7E, link.protocol.epoch, link.protocol.seq + 1, {})))
-    ),
-    "truncated": lambda link, message: put_bytes(
-        link, framed(encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3])
-    ),
+    "truncated": put_truncated,
     "oversize": lambda link, _: put_bytes(link, struct.pack(">I", MAX_FRAME + 1)),
-    "garbage": lambda link, _: put_bytes(link, b"\0\0\0\x20" + bytes(range(0xC1, 0xE1))),
 }
 """What goes out before a message."""
 INSTEAD: dict[str, Callable[[BlockingLink, Message], int]] = {

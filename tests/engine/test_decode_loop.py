@@ -447,3 +447,11 @@ def test_a_rank_may_be_a_step_ahead_of_another_with_its_acks() -> None:
         mail.post(2, Received(step, Ack(step, step, 0, 7)))
     assert followers.acknowledged(one)
     assert followers.acknowledged(two)
+
+
+@pytest.mark.parametrize("what", ["step", "forwards", "collectives", "digest"])
+def test_an_ack_that_differs_in_anything_ends_the_epoch(what: str) -> None:
+    mail = Mailbox()
+    mail.post(1, Received(1, replace(Ack(1, 1, 4, 7), **{what: 9})))
+    with refused(GroupError, Code.DESYNC, rf"rank 1 reports {what} 9, rank 0 has \d"):
+        with_followers(mail, 1).acknowledged(Result(1, (), {}, 1, 4, 7, 0, 0, 0.0, 0.0))

@@ -39,6 +39,7 @@ from . import (
     results,
     speculation,
     strangers,
+    vectors,
 )
 from .errors import Unmeasured
 from .measures import Row, as_json, verdict
@@ -67,6 +68,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "recovery": recovery.measure,
     "replicas": replicas.measure,
     "strangers": strangers.measure,
+    "vectors": vectors.measure,
     "copying": copying.measure,
 }
 CASE_LIMIT_S = 1800.0  #: Seconds for one case, so that one that hangs does not cost the others' rows.

@@ -312,6 +312,13 @@ _ALL = (
             "no strangers", Goal("<", 1.1)),
     Measure("strangers turned away meanwhile", "per second",
             "Connections that were closed without a word, or with a TLS alert."),
+    # --- vectors
+    Measure("a stream beside embeddings, 95th percentile of its gaps", "ms",
+            "At the client of a chat, while another one has 256 texts of 200 tokens embedded, over and over. "
+            "Each model has a rank and a core; agent and clients share them.",
+            "no embeddings", Goal("≤", 2)),
+    Measure("a stream beside embeddings, time to first token", "ms", "The same chat.",
+            "no embeddings", Goal("≤", 2)),
     # --- copying
     Measure("a model copied from another member", "MB/s",
             "512 MiB from one process to another, in memory, over TLS, and hashed.",

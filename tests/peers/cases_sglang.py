@@ -12,33 +12,17 @@ import requests
 from stand_in import get_tokenizer
 
 PROMPT = "The capital of France is"
-ASKED = [
-    {"role": "system", "content": "You are helpful."},
-    {"role": "user", "content": "Repeat exactly: PARIS"},
-]
-PLACE = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 9},
-        "population": {"type": "integer", "maximum": 999},
-    },
-    "required": ["name", "population"],
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_current_weather",
-        "description": "Get the weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "unit"],
-        },
-    },
-}
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Repeat exactly: PARIS"}]
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+PLACE = schema(name={"type": "string", "maxLength": 9}, population={"type": "integer", "maximum": 999})
+UNITS = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+ASKS = {"name": "get_current_weather", "parameters": schema(city={"type": "string"}, unit=UNITS)}
+WEATHER = {"type": "function", "function": ASKS}
 WHICH = {"type": "function", "function": {"name": "get_current_weather"}}
 
 
@@ -61,18 +45,14 @@ def test_completion(
 ) -> None:
     tokens = get_tokenizer().encode(PROMPT)
     prompt: Any = tokens if ids else PROMPT
-    fields = {
-        "model": "tiny",
-        "prompt": [prompt, prompt] if several else prompt,
-        "temperature": 0,
-        "max_tokens": 16,
-    }
-    fields |= {"echo": echo, "logprobs": logprobs, "n": n, "stream": stream}
-    if stream:
-        fields["stream_options"] = {"include_usage": True}
-    found = client.completions.create(**fields)
+    prompts = 2 if several else 1
+    found = client.completions.create(
+        model="tiny", prompt=[prompt] * 2 if several else prompt, temperature=0, max_tokens=16,
+        echo=echo, logprobs=logprobs, n=n, stream=stream,
+        stream_options={"include_usage": True} if stream else None,
+    )  # fmt: skip
     parts = list(found) if stream else [found]
-    texts = ["" for _ in range(n * (2 if several else 1))]
+    texts = [""] * n * prompts
     for choice in (choice for part in parts for choice in part.choices):
         texts[choice.index] += choice.text
         if logprobs and choice.text:
@@ -80,10 +60,7 @@ def test_completion(
             assert all(isinstance(each, dict) and each for each in choice.logprobs.top_logprobs[1:])
     assert all(text.startswith(PROMPT) == echo for text in texts)
     usage = parts[-1].usage
-    assert usage.prompt_tokens in {
-        len(tokens) * (2 if several else 1),
-        (len(tokens) + 1) * (2 if several else 1),
-    }
+    assert usage.prompt_tokens in {len(tokens) * prompts, (len(tokens) + 1) * prompts}
     assert usage.completion_tokens > 0
     assert parts[0].id
     assert parts[0].created
@@ -112,27 +89,21 @@ def test_usage_has_reasoning_tokens(client: Any) -> None:
     assert chat(client).usage.completion_tokens_details.reasoning_tokens == 0
 
 
-FORMATS: list[dict[str, Any]] = [
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "place", "schema": PLACE, "strict": True},
-        }
-    },
-    {"response_format": {"type": "json_object", "value": PLACE}},
-    {"response_format": {"type": "json", "value": PLACE}},
-    {"response_format": {"type": "json_schema", "value": {"name": "place", "schema": PLACE}}},
-    {"extra_body": {"json_schema": PLACE}},
-    {"extra_body": {"regex": r'\{"name": "[A-Z]{1,9}", "population": [0-9]{1,3}\}'}},
-    {"extra_body": {"ebnf": 'root ::= "{\\"name\\": \\"A\\", \\"population\\": " [0-9] "}"'}},
-]
+NAMED = {"name": "place", "schema": PLACE}
+FORMATS: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": NAMED | {"strict": True}}},
+    "tgi-object": {"response_format": {"type": "json_object", "value": PLACE}},
+    "tgi-json": {"response_format": {"type": "json", "value": PLACE}},
+    "tgi-schema": {"response_format": {"type": "json_schema", "value": NAMED}},
+    "field": {"json_schema": PLACE},
+    "regex": {"regex": r'\{"name": "[A-Z]{1,9}", "population": [0-9]{1,3}\}'},
+    "ebnf": {"ebnf": 'root ::= "{\\"name\\": \\"A\\", \\"population\\": " [0-9] "}"'},
+}
 
 
-@pytest.mark.parametrize(
-    "fields", FORMATS, ids=["schema", "tgi-object", "tgi-json", "tgi-schema", "field", "regex", "ebnf"]
-)
-def test_a_grammar_holds(client: Any, fields: Any) -> None:
-    found = json.loads(chat(client, **fields).choices[0].message.content)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_grammar_holds(client: Any, form: str) -> None:
+    found = json.loads(chat(client, extra_body=FORMATS[form]).choices[0].message.content)
     assert isinstance(found["name"], str)
     assert isinstance(found["population"], int)
 
@@ -145,22 +116,13 @@ def test_a_bad_grammar_is_refused(client: Any, fields: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_last_answer_is_continued(client: Any, stream: bool) -> None:
-    messages = [
-        {"role": "user", "content": "Repeat exactly: FALCON-MERCURY"},
-        {"role": "assistant", "content": "FALCON-"},
-    ]
-    found = chat(
-        client,
-        messages=messages,
-        stream=stream,
-        extra_body={"continue_final_message": True, "add_generation_prompt": False},
-    )
-    text = (
-        "".join(p.choices[0].delta.content or "" for p in found)
-        if stream
-        else found.choices[0].message.content
-    )
-    assert text == "MERCURY"
+    asked = {"role": "user", "content": "Repeat exactly: FALCON-MERCURY"}
+    messages = [asked, {"role": "assistant", "content": "FALCON-"}]
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    found = chat(client, messages=messages, stream=stream, extra_body=flags)
+    choices = [part.choices[0] for part in (found if stream else [found])]
+    said = [(each.delta if stream else each.message).content or "" for each in choices]
+    assert "".join(said) == "MERCURY"
 
 
 @pytest.mark.parametrize("field", ["frequency_penalty", "presence_penalty", "top_p", "seed"])
@@ -222,9 +184,8 @@ def test_tokens_are_counted(url: str, path: str) -> None:
 @pytest.mark.parametrize(("choice", "stream"), list(product(["auto", "required", WHICH], (False, True))))
 def test_a_tool_is_called(client: Any, choice: Any, stream: bool) -> None:
     messages = [{"role": "user", "content": "What is the weather in Dallas, in fahrenheit?"}]
-    found = chat(
-        client, messages=messages, tools=[WEATHER], tool_choice=choice, stream=stream, max_tokens=200
-    )
+    tools = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 200}
+    found = chat(client, messages=messages, stream=stream, **tools)
     if stream:
         choices = [choice for part in found for choice in part.choices]
         pieces = [each for choice in choices for each in choice.delta.tool_calls or ()]

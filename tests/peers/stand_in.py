@@ -14,22 +14,14 @@ import re
 import sys
 import types
 from fnmatch import fnmatchcase as fnmatch
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 URL = os.environ["PEER_URL"]
-ABSENT = (
-    "vllm",
-    "torch",
-    "wget",
-    "xgrammar",
-    "PIL",
-    "librosa",
-    "soundfile",
-    "model_hosting_container_standards",
-)
+ABSENT = re.compile(r"(vllm|torch|wget|xgrammar|PIL|librosa|soundfile|model_hosting_container_standards)\b")
 SERVES = re.compile(r"client|server|openai_api|base_url")
 
 
@@ -80,7 +72,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules that are absent."""
 
     def find_spec(self, name: str, *_: Any) -> Any:
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in ABSENT else None
+        return importlib.machinery.ModuleSpec(name, self) if ABSENT.match(name) else None
 
     def create_module(self, spec: Any) -> Any:
         return Absent(spec.name)
@@ -118,21 +110,15 @@ class RemoteOpenAIServer:
     def url_for(self, *parts: str) -> str:
         return "/".join([URL, *parts])
 
-    def _made(self, library: str, name: str, base: str, given: dict[str, Any]) -> Any:
-        given = {"timeout": 60, "max_retries": 0} | given
-        return getattr(__import__(library), name)(base_url=base, api_key=self.DUMMY_API_KEY, **given)
+    def _made(self, library: str, name: str, **given: Any) -> Any:
+        base = self.url_for("v1") if library == "openai" else URL
+        given = {"base_url": base, "api_key": self.DUMMY_API_KEY, "timeout": 60, "max_retries": 0} | given
+        return getattr(__import__(library), name)(**given)
 
-    def get_client(self, **given: Any) -> Any:
-        return self._made("openai", "OpenAI", self.url_for("v1"), given)
-
-    def get_async_client(self, **given: Any) -> Any:
-        return self._made("openai", "AsyncOpenAI", self.url_for("v1"), given)
-
-    def get_client_anthropic(self, **given: Any) -> Any:
-        return self._made("anthropic", "Anthropic", URL, given)
-
-    def get_async_client_anthropic(self, **given: Any) -> Any:
-        return self._made("anthropic", "AsyncAnthropic", URL, given)
+    get_client = partialmethod(_made, "openai", "OpenAI")
+    get_async_client = partialmethod(_made, "openai", "AsyncOpenAI")
+    get_client_anthropic = partialmethod(_made, "anthropic", "Anthropic")
+    get_async_client_anthropic = partialmethod(_made, "anthropic", "AsyncAnthropic")
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

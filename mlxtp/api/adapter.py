@@ -92,11 +92,9 @@ def _operation(operation: Operation, path: str, references: Any) -> Json:
     label = f"{operation.method} {path}"
     refused: Json = {_JSON: {"schema": schema(refusal(path))}}
     text: Json = {"schema": {"type": "string"}}
-    described_as = {
-        _JSON: {"schema": schema(ANSWERS.get(label, dict))},
-        SSE: {},
-    }  # before 3.2, none describes a stream
-    content: Json = {operation.media: described_as.get(operation.media, text)}
+    # No version before 3.2 describes the parts of a stream.
+    media: Json = {_JSON: {"schema": schema(ANSWERS.get(label, dict))}, SSE: {}}
+    content: Json = {operation.media: media.get(operation.media, text)}
     if operation.stream:  # OpenAPI 3.2 calls an event's schema `itemSchema`
         content[operation.stream] = {"x-itemSchema": schema(EVENTS[label])}
     first = {"200": {"description": "the answer", "content": content}}

@@ -206,7 +206,7 @@ def without_words(shaping: Shaping, words: Sequence[str], text: Text, vocabulary
     for word in words:
         if not (alone := word.lstrip()) or len(word) > MAX_STOP_CHARS:
             raise refused(
-                f"{shown(word)} of {len(word)} characters; send 1 to {MAX_STOP_CHARS}, not just blanks"
+                f"{shown(word)} of {len(word)} characters; a word has 1 to {MAX_STOP_CHARS}, not just blanks"
             )
         for each in (alone, f" {alone}"):
             tokens = text.encoded(each, special=False)

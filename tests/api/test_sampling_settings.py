@@ -279,8 +279,8 @@ def test_a_bad_word_is_its_tokens_with_and_without_a_blank() -> None:
 @pytest.mark.parametrize(
     ("words", "vocabulary", "detail"),
     [
-        ([""], 512, '"" of 0 characters; send 1 to 1000, not just blanks'),
-        (["x", " \n"], 512, '" \\n" of 2 characters; send 1 to 1000, not just blanks'),
+        ([""], 512, '"" of 0 characters; a word has 1 to 1000, not just blanks'),
+        (["x", " \n"], 512, '" \\n" of 2 characters; a word has 1 to 1000, not just blanks'),
         (["y" * 1001], 512, "of 1001 characters"),
         (["ab", "Z" * 32], 512, "of 33 tokens; each has 1 to 32"),
         (["a", "hello"], 443, '"hello" of token 443; the model has 0 to 442'),

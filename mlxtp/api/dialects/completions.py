@@ -136,8 +136,8 @@ class Logprobs:
             own.append(None if score is None else bounded(score.logprob))
             others = [] if score is None else reversed(score.top[:most])
             known = {_distinct(*names(other))[0]: bounded(logprob) for other, logprob in others}
-            self_ = {name: own[-1]}
-            top.append(None if score is None else self_ | known | self_)
+            chosen = {name: own[-1]}
+            top.append(None if score is None else chosen | known | chosen)  # it is the first
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}

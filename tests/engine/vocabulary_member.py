@@ -45,9 +45,12 @@ def run(loaded: ModelShare, counter: CollectiveCounter) -> Notes:
         mx.async_eval(local, [c.state for c in cache])
         tokens, embeddings = vocabulary.winners(local[:, -1])
         winners, before = counter.count - before, counter.count
+        mx.eval(tokens, embeddings)  # one collective after the other, as in steps: MLX orders no others
         full = vocabulary.gather(local)
         gathered, before = counter.count - before, counter.count
+        mx.eval(full)
         greedy, some = vocabulary.winners_and_logits(local, [1], 2)
+        mx.eval(greedy, some)
         collectives.append([forward, winners, gathered, counter.count - before])
         found = {"greedy": greedy, "tokens": tokens, "embeddings": bits(embeddings)}
         found |= {"some": some.astype(mx.float32), "logits": full.astype(mx.float32)}

@@ -289,6 +289,21 @@ def divide_deepseek(model: Any, group: Group) -> None:
     Model.shard(model.language_model, group.handle)
 
 
+def _one_after_the_other(first: Any, second: Any) -> None:
+    done: list[mx.array] = []
+    compute, follow = type(first).__call__, type(second).__call__
+
+    def computing(part: Any, x: mx.array) -> mx.array:
+        done[:] = [compute(part, x)]
+        return done[0]
+
+    def waiting(part: Any, x: mx.array) -> mx.array:
+        return cast("mx.array", follow(part, mx.depends(x, [done.pop()])))
+
+    change(first, computing)
+    change(second, waiting)
+
+
 #: Divides a model's layers among a group of ranks, in place, without evaluation or collectives.
 Divide = Callable[[Any, Group], None]
 
@@ -311,6 +326,9 @@ def divide_layers(model: Any, group: Group) -> None:
         DIVIDE[family](model, group)
     else:
         model.shard(group.handle)
+        for layer in model.layers:
+            if "mlps" in layer:  # LongCat's sum over experts depends on no other sum of its layer
+                _one_after_the_other(layer.mlp, layer.mlps[0])
 
 
 # --- sizes that ranks divide ------------------------------------------------------------------------------

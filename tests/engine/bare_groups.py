@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -36,11 +37,16 @@ def free_hosts(count: int) -> str:
 
 
 def run_group(root: Path, ranks: int, models: Sequence[str | Path], member: str) -> Group:
+    """Run one member a rank. MLX goes through a graph in another order on rank 0 than on the others."""
     hosts = free_hosts(ranks)
     folders = [str(root / model) for model in models]
     command = [sys.executable, "-m", member]
     members = [
-        subprocess.Popen([*command, str(rank), hosts, str(root / f"rank-{rank}"), *folders], cwd=ROOT)
+        subprocess.Popen(
+            [*command, str(rank), hosts, str(root / f"rank-{rank}"), *folders],
+            cwd=ROOT,
+            env={**os.environ, "MLX_BFS_MAX_WIDTH": "1" if rank else "20"},
+        )
         for rank in range(ranks)
     ]
     try:

@@ -47,7 +47,7 @@ class Dimension:
     def obstacle(self, ranks: int, group: int) -> str:
         """Return why `ranks` ranks cannot divide it in quantization groups of `group`; "" if they can."""
         if self.size % ranks and not (self.copies and ranks % self.size == 0):
-            if self.what.endswith(("heads", "groups")):
+            if self.what.endswith(("heads", "groups", "of a group")):
                 return f"{self.size} {self.what} do not divide by {ranks}"
             return f"{self.what} {self.size} does not divide by {ranks}"
         part = self.size * self.width // ranks

@@ -17,6 +17,11 @@ ALSO_CALLED = {
     "gemma4_unified": "gemma4",
 }  # fmt: skip
 
+#: Families of mlx-vlm that mlx-lm lacks and that run here.
+VLM_FAMILIES = frozenset(
+    {"cohere2_moe", "deepseek_v4", "glm5_next", "hy_v4", "mimo_v2", "qwen4_exp", "step3p7"}
+)
+
 _NEXT_N = "model.layers.{}."  # with the index after the model's own layers
 #: Prefix of an MTP head's tensors, by family. Only the first of several heads is used.
 MTP_PLACES = {

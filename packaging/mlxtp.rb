@@ -15,7 +15,7 @@ class Mlxtp < Formula
 
   def install
     system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
-    system libexec/"bin/pip", "install", "--constraint", "constraints.txt", "."
+    system libexec/"bin/pip", "install", "--constraint", "constraints.txt", ".[vision]"
     bin.install_symlink libexec/"bin/mlxtp"
   end
 

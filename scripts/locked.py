@@ -4,7 +4,8 @@
 or in pyproject.toml, make it again:
 
     echo 'setuptools>=77' | uv pip compile pyproject.toml - --extra dev --extra browser --extra examples \\
-        --universal --python-version 3.11 --constraint constraints.txt --generate-hashes -o hashes.txt
+        --extra vision --universal --python-version 3.11 --constraint constraints.txt --generate-hashes \\
+        -o hashes.txt
 
 pip takes no hashes from a file of constraints where it installs a folder, so these are two files.
 """

@@ -33,6 +33,7 @@ from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
     MTP_PLACES,
+    VLM_FAMILIES,
 )
 from mlxtp.placement.faults import Fault
 from mlxtp.placement.model_shape import words_of
@@ -50,6 +51,7 @@ from mlxtp.settings import (
 )
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
+from tests.engine import vlm_families
 from tests.engine.described_models import EVERY, description, families_of_pipelines
 from tests.engine.mlx_lm_sources import shardable_families
 
@@ -224,7 +226,9 @@ def _named(option: Any) -> str:
 
 FAMILIES = ("<!-- Families, written by `make reference`. -->", "<!-- End of the families. -->")
 NAMES = ("<!-- Short names, written by `make reference`. -->", "<!-- End of the short names. -->")
-WAYS = {(True, True): "tensor, pipeline", (False, True): "pipeline", (True, False): "tensor"}
+WAYS = {
+    (True, True): "tensor, pipeline", (False, True): "pipeline", (True, False): "tensor", (False, False): "one Mac",
+}  # fmt: skip
 
 
 def models_page() -> str:
@@ -235,8 +239,11 @@ def models_page() -> str:
 
 def _families() -> Iterator[str]:
     """Yield a table of families by caches and by how Macs share them, and one of the caches."""
+    vlm = vlm_families.recorded()
     tensor, pipeline = shardable_families() | DIVIDE.keys(), families_of_pipelines()
-    known = sorted(tensor | pipeline, key=str.lower)
+    tensor |= {family for family, of in vlm.items() if "unsharable" not in of}
+    pipeline |= {family for family, of in vlm.items() if "uncuttable" not in of}
+    known = sorted(tensor | pipeline | vlm.keys(), key=str.lower)
     rows: dict[tuple[str, str], list[str]] = {}
     for family in known:
         for name in dict.fromkeys(_named_caches(kind).name for kind in _caches(family)) or ["not known"]:
@@ -259,12 +266,15 @@ def _families() -> Iterator[str]:
 
 def _family(family: str) -> str:
     marks = ("†" if family in MTP_PLACES else "") + ("‡" if family in COPIES_KV_HEADS else "")
+    marks += "§" if family in VLM_FAMILIES else ""
     also = ", ".join(f"`{name}`" for name, same in ALSO_CALLED.items() if same == family)
     return f"`{family}`{marks}{f' ({also})' if also else ''}"
 
 
 def _caches(family: str) -> list[CacheCapabilities]:
     """Return the kinds of caches that models of a family have, of those that tests describe."""
+    if family in VLM_FAMILIES:
+        return [vlm_families.caches_of(family)]
     models = [name for name, config in EVERY.items() if config.get("model_type", name) == family]
     return list(dict.fromkeys(description(name).caches for name in models))
 

@@ -40,7 +40,8 @@ if ! fits "$venv/bin/python"; then
     "$python" -m venv --clear "$venv"
 fi
 "$venv/bin/python" scripts/locked.py "$extras" >"$venv/locked.txt"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+# Without --no-deps, pip refuses what a package asks for with an extra, such as transformers[chat-template].
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
     --require-hashes --requirement "$venv/locked.txt"
 exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
     --no-build-isolation --config-settings editable_mode=compat --editable .

@@ -167,7 +167,11 @@ def model_of(folder: Path) -> tuple[Any, frozenset[int]]:
     """The model in this process, and its end tokens."""
     from mlx_lm.utils import load_model
 
-    model, config = load_model(folder)
+    from mlxtp.engine.loader import read_config
+    from mlxtp.engine.vlm_models import classes_of, is_of_vlm
+
+    own = {"get_model_classes": classes_of} if is_of_vlm(read_config(folder)) else {}
+    model, config = load_model(folder, **own)
     eos = config["eos_token_id"]
     return model, frozenset([eos] if isinstance(eos, int) else eos)
 

@@ -21,6 +21,7 @@ from mlx.utils import tree_map
 from ..chunks import ring_slots
 from ..description import CacheCapabilities
 from ..errors import Code, ModelError
+from ..model_sources import MLX_VLM
 from .families import attention_heads, change
 from .group import uncounted
 from .kv_cache import SMALLEST, capacity, roomy
@@ -697,10 +698,12 @@ def cut(caches: Caches, length: int) -> Caches:
 #: mlx-lm's caches that hold the keys and values of every token, and so can be truncated anywhere.
 _PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 _WINDOW = "RotatingKVCache"
-#: Caches whose copies are independent: plain caches, windows, and states of fixed size.
-_COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", _WINDOW}
+#: Caches of mlx-vlm whose padded rows attend as each row alone.
+_PADDED = frozenset({STATE, "HyV4KVCache", "PoolingCache"})
 #: Caches that can be copied and grow with each token, but cannot be truncated.
-_GROWING = frozenset({"LayerCache"})
+_GROWING = frozenset({"HyV4KVCache", "LayerCache", "PoolingCache", "QSAKVCache"})
+#: Caches whose copies are independent: plain caches, windows, and states of fixed size.
+_COPIED = _PLAIN | _GROWING | {STATE, "ChunkedKVCache", _WINDOW}
 #: Modules of mlx-lm that need all rows to share one position: a rotary embedding that compares it with the
 #: model's context, and attention that takes it from the shape of its keys.
 _ONE_OFFSET = frozenset({"DynamicNTKScalingRoPE", "KVReuseAttention"})
@@ -727,7 +730,8 @@ class CacheKind:
         modules = model.modules()
         # Blocks of keys are counted from the padding that mlx-lm puts before shorter rows (MiniMax M3).
         blocks = any(getattr(module, "index_block_size", None) for module in modules)
-        alone = blocks or not _ONE_OFFSET.isdisjoint(map(_kind, modules))
+        foreign = {_kind(cache) for cache in leaves(every) if type(cache).__module__.startswith(MLX_VLM)}
+        alone = blocks or not _ONE_OFFSET.isdisjoint(map(_kind, modules)) or not foreign <= _PADDED
         self._own = make_cache(model)
         attend_by_bucket(model)
         # The kind of the model's recurrent layers, if they can undo drafts, and this stage's own layers.

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -40,6 +39,7 @@ from .loader import MLX_LM_RAISES, brief, cache_facts, make_cache, read_config, 
 from .mlx_compat import import_mlx_lm
 from .pipeline import LayerTrace, border_rules, embeddings_of, trace_layers, whole_vocabulary
 from .sharding import HEADS, dense_mlps, family_of, is_divided, shard
+from .vlm_models import classes_of
 
 _LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 _ROWS = (nn.Embedding, nn.QuantizedEmbedding)  #: modules of which a token reads one row
@@ -82,7 +82,7 @@ def _lack(said: str) -> str:
 
 
 def _described(family: str, config: Config) -> Description:
-    model, told = hollow_model(family, config), quantization(config)
+    model, told = hollow_model(config), quantization(config)
     plain = plain_type(config).size
     with _Watch() as watch:
         logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_cache(model))
@@ -95,7 +95,7 @@ def _described(family: str, config: Config) -> Description:
     unsharable = "" if is_divided(family) else "mlx-lm divides none"
     if ranks and not unsharable:
         try:
-            share, collectives = _share_of(hollow_model(family, config), ranks)
+            share, collectives = _share_of(hollow_model(config), ranks)
             shares = _sizes(share, watch.picked)[0]
             sizes = [_with_whole(*each, ranks) for each in zip(sizes, shares, strict=True)]
         except (MlxtpError, *MLX_LM_RAISES) as error:
@@ -177,10 +177,10 @@ def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
 # --- a model without weights ----------------------------------------------------------------------------
 
 
-def hollow_model(family: str, config: Config) -> Any:
+def hollow_model(config: Config) -> Any:
     """Build a model, quantized as its configuration says. Each weight is a view of a single zero."""
-    module: Any = import_module(f"mlx_lm.models.{family}")
-    model = module.Model(module.ModelArgs.from_dict(dict(config)))
+    model_class, arguments_class = classes_of(config)
+    model = model_class(arguments_class.from_dict(dict(config)))
     model.set_dtype(plain_type(config))
     _hollow_out(model)
     told = quantization(config)
@@ -299,7 +299,7 @@ def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> PartFacts:
             met = of = 1
             if rows and array.ndim:
                 of = array.shape[0]
-            elif array.ndim > 2 and type(module).__module__ == "mlx_lm.models.switch_layers":  # experts
+            elif array.ndim > 2 and type(module).__module__.endswith(".models.switch_layers"):  # experts
                 met, of = min(picked, array.shape[0]), array.shape[0]
             total += PartFacts(
                 numbers=numbers,

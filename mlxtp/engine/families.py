@@ -17,9 +17,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from ..description import Dimension, Dimensions
+from ..errors import Code, ModelError
 from ..model_config import Config, family, number, quantization, text_config
 from .group import Group
 
@@ -141,7 +142,7 @@ def attend_to_latents(model: Any) -> None:
     work than computing all heads' keys and values of the whole cache.
     """
     for part in model.modules():
-        if "embed_q" in part and "unembed_out" in part:
+        if "embed_q" in part and "unembed_out" in part and type(part).__module__.startswith("mlx_lm."):
             rank, sizes = part.kv_lora_rank, part.qk_nope_head_dim + part.v_head_dim
             part.latent_width = rank * sizes // max(2 * rank - sizes, 1)  # most new tokens
             change(part, _to_latents(part.__class__))
@@ -203,10 +204,48 @@ def divide_usual(model: Any, group: Group) -> None:
         if not found:
             projections(part, group)
             continue
-        shared = [part[name] for name in ("shared_experts", "shared_expert") if name in part]
+        shared = [part[name] for name in _SHARED_EXPERTS if name in part and part[name] is not None]
         for each in found + shared:
             experts(each, group)
         summed(part, group)
+
+
+_SHARED_EXPERTS = ("shared_experts", "shared_expert", "share_expert")
+#: Parts of layers that `divide_standard` knows: their divided parts, and their whole ones.
+_ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"g_proj", "q_norm", "k_norm"})
+_MLP = ({*_GATED, "down_proj"}, set[str]())
+_ROUTED = ({"switch_mlp"}, {"gate", "shared_expert_gate", *_SHARED_EXPERTS})
+
+
+def divide_standard(model: Any, group: Group) -> None:
+    """Divide layers of usual attention, and MLPs or experts. Raises ModelError that names another part."""
+    for at, layer in enumerate(model.layers):
+        if other := _unusual(layer):
+            why = f"no rank can hold a part of layer {at}: {other}"
+            raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    for layer in model.layers:
+        if "g_proj" in layer.self_attn:  # one gate a head, or one a number of its result
+            layer.self_attn.g_proj = shard_linear(
+                layer.self_attn.g_proj, "all-to-sharded", group=group.handle
+            )
+    divide_usual(model, group)
+
+
+def _unusual(layer: Any) -> str:
+    """Return what `divide_standard` cannot divide in a layer; "" if it knows every part with weights."""
+    if "self_attn" not in layer or "mlp" not in layer:
+        return f"{type(layer).__name__} has other parts than attention and MLP"
+    routed = "switch_mlp" in layer.mlp
+    kinds = [(layer.self_attn, _ATTENTION), (layer.mlp, _ROUTED if routed else _MLP)]
+    kinds += [
+        (layer.mlp[name], _MLP) for name in ("switch_mlp", *_SHARED_EXPERTS) if routed and name in layer.mlp
+    ]
+    for part, (divided, whole) in kinds:
+        found = {path.partition(".")[0] for path, _ in tree_flatten(part.parameters())}
+        if not divided <= found <= divided | whole:
+            odd = sorted(found ^ divided - whole)
+            return f"{type(part).__name__} is not the usual one ({', '.join(odd)})"
+    return ""
 
 
 def divide_gemma4(model: Any, group: Group) -> None:
@@ -289,6 +328,15 @@ def divide_deepseek(model: Any, group: Group) -> None:
     Model.shard(model.language_model, group.handle)
 
 
+def divide_deepseek_v4(model: Any, group: Group) -> None:
+    """Divide as mlx-vlm does, but the sinks as the heads: a part of each group of heads."""
+    sinks = [layer.attn.attn_sink for layer in model.layers]
+    model.language_model.shard(group.handle)
+    for layer, whole in zip(model.layers, sinks, strict=True):
+        by_groups = whole.reshape(layer.attn.o_groups, group.size, -1)
+        layer.attn.attn_sink = mx.contiguous(by_groups[:, group.rank].reshape(-1))
+
+
 def _one_after_the_other(first: Any, second: Any) -> None:
     done: list[mx.array] = []
     compute, follow = type(first).__call__, type(second).__call__
@@ -315,6 +363,7 @@ DIVIDE: Mapping[str, Divide] = {
     **dict.fromkeys(("gemma4", "gemma4_text"), divide_gemma4),
     **dict.fromkeys(("mistral3", "qwen3_vl", "qwen3_vl_moe"), divide_language_model),
     "kimi_vl": divide_deepseek,
+    "deepseek_v4": divide_deepseek_v4,
     "nemotron_h": divide_nemotron_h,
     "qwen3_next": divide_qwen3_next,
 }
@@ -324,18 +373,24 @@ def divide_layers(model: Any, group: Group) -> None:
     family = type(model).__module__.rpartition(".")[2]
     if family in DIVIDE:
         DIVIDE[family](model, group)
-    else:
-        model.shard(group.handle)
+    elif whole := next(
+        (each for each in (model, getattr(model, "language_model", None)) if hasattr(each, "shard")), None
+    ):
+        whole.shard(group.handle)
         for layer in model.layers:
             if "mlps" in layer:  # LongCat's sum over experts depends on no other sum of its layer
                 _one_after_the_other(layer.mlp, layer.mlps[0])
+    else:
+        divide_standard(model, group)
 
 
 # --- sizes that ranks divide ------------------------------------------------------------------------------
 
 #: Families whose ranks share KV heads if there are fewer heads than ranks.
 COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | {
-    name for name, by in DIVIDE.items() if by not in (divide_language_model, divide_deepseek)
+    name
+    for name, by in DIVIDE.items()
+    if by not in (divide_language_model, divide_deepseek, divide_deepseek_v4)
 }
 #: Families of experts with a few dense MLPs, which stay whole on each rank if they do not divide.
 KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
@@ -351,8 +406,15 @@ def _dimensions(config: Config) -> Iterator[Dimension]:
     heads = number(text, "num_attention_heads")
     kv_heads = number(text, "num_key_value_heads") or heads
     head_dim = number(text, "head_dim") or number(text, "hidden_size") // max(heads, 1)
-    yield Dimension("attention heads", heads, "attention output", head_dim)
-    yield Dimension("KV heads", kv_heads, copies=name in COPIES_KV_HEADS)
+    if name == "deepseek_v4":  # heads of a group share a projection, and all heads a latent
+        groups = number(text, "o_groups") or 8
+        yield Dimension(
+            "attention heads of a group", heads // groups, "attention output of a group", head_dim
+        )
+    else:
+        yield Dimension("attention heads", heads, "attention output", head_dim)
+        if kv_heads > 1 or not number(text, "kv_lora_rank"):  # else a latent, which all heads read
+            yield Dimension("KV heads", kv_heads, copies=name in COPIES_KV_HEADS)
     experts = number(text, "moe_intermediate_size")
     if not (name in KEEPS_MLP_WHOLE and experts):
         yield _width("intermediate size", number(text, "intermediate_size"))

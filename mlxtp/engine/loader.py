@@ -32,6 +32,7 @@ from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, cut_into_stage
 from .recurrent import STATE, recurrent_layers
+from .vlm_models import classes_of, is_of_vlm
 
 # --- headers of safetensors, checked before MLX reads them -----------------------------------------------
 # MLX multiplies a shape without an overflow check: if the product wraps, it reads beyond the array.
@@ -591,7 +592,8 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
         with as_mlx_lm_reads(folder) as alone:
             whole = headless(vector_model(folder, config))
             more = {**quantizations(config), **whole}
-            classes = {"get_model_classes": _bare_classes} if whole else {}
+            own = _bare_classes if whole else classes_of if is_of_vlm(config) else None
+            classes = {"get_model_classes": own} if own else {}
             model, config = load_model(
                 alone, lazy=True, strict=True, model_config=more, trust_remote_code=False, **classes
             )

@@ -40,12 +40,12 @@ def import_mlx_lm() -> None:
 def _empty(name: str, attributes: tuple[str, ...]) -> ModuleType:
     module = ModuleType(name)
     for attribute in attributes:
-        setattr(module, attribute, type(attribute, (_Absent,), {"__module__": name}))
+        setattr(module, attribute, type(attribute, (Absent,), {"__module__": name}))
     return module
 
 
-class _Absent:
-    def __new__(cls, *_: object, **__: object) -> _Absent:
+class Absent:
+    def __new__(cls, *_: object, **__: object) -> Absent:
         raise RuntimeError(f"a rank used {cls.__module__}.{cls.__name__}, which only agents load")
 
 

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, islice
+from math import prod
+from operator import getitem
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from ..errors import Code, GroupError, ModelError
 from ..wire.messages import Forward
@@ -77,7 +79,8 @@ class Stage:
         self.counting = all(any(counts_positions(self._empty[number]) for number in each) for each in owned)
         self._check(facts)
         self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]
-        self.hidden, self.dtype = facts[0].hidden.shape[-1], facts[0].hidden.dtype
+        self._shape, self.dtype = facts[0].hidden.shape[2:], facts[0].hidden.dtype
+        self.hidden = prod(self._shape)  # numbers of a token, of all its streams
         self._cut(model, facts)
         self.layers = tuple(at for at, layer in enumerate(model.layers) if tree_flatten(layer.parameters()))
 
@@ -105,9 +108,6 @@ class Stage:
             )
 
     def _cut(self, model: Any, facts: Sequence[LayerTrace]) -> None:
-        def zeros(_module: Any, tokens: mx.array, **_kwargs: Any) -> mx.array:  # only the shape matters
-            return mx.zeros((*tokens.shape, self.hidden), dtype=self.dtype)
-
         for at, layer in enumerate(model.layers):
             if self.first <= at < self.end:
                 change(layer, self._own_layer(type(layer), at))
@@ -118,15 +118,16 @@ class Stage:
         for module in [] if self.chooses else heads:
             _empty_out(module)
         for module in [] if self.embeds or (self.chooses and not heads) else embeddings_of(model):
+            width = module(mx.zeros((1, 1), dtype=mx.int32)).shape[-1]
             _empty_out(module)
-            change(module, zeros)
+            change(module, _zeros(width, self.dtype))
         change(model, self._own_model(type(model)), make_cache=lambda _: self.caches())
 
     def _own_model(self, kind: type) -> Callable[..., Any]:
         def forward(model: Any, tokens: mx.array, cache: list[Any] | None = None) -> Any:
             if cache is not None:  # a model makes its masks from the caches of certain layers
                 places = enumerate(self._stand_ins)
-                cache = [self._empty[at] if place is None else cache[place] for at, place in places]
+                cache = [reduce(getitem, place, cache) if place else self._empty[at] for at, place in places]
             try:
                 return kind.__call__(model, tokens, cache=cache)
             except _Reached as reached:
@@ -137,21 +138,28 @@ class Stage:
     def _own_layer(self, kind: type, at: int) -> Callable[..., Any]:
         def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
             if at == self.first and self.given is not None:
-                x = self.given
+                x = self.given.reshape(*self.given.shape[:2], *self._shape)
             out = kind.__call__(module, x, *args, **kwargs)
             if at == self.end - 1 and not self.chooses:
-                raise _Reached(_hidden(out))
+                raise _Reached(_hidden(out).flatten(2))
             return out
 
         return layer
 
-    def _stand_in(self, number: int) -> int | None:
+    def _stand_in(self, number: int) -> tuple[int, ...]:
+        """Return the place among this stage's caches, or within one of several, for a cache of the model."""
         if number in self._own:
-            return self._own.index(number)
+            return (self._own.index(number),)
         wanted, own = self._empty[number], [self._empty[other] for other in self._own]
-        same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
-        alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
-        return next(iter([*same, *alike]), None)
+        every: list[tuple[tuple[int, ...], Any]] = [((place,), cache) for place, cache in enumerate(own)]
+        every += [
+            ((place, at), part)
+            for place, cache in enumerate(own)
+            for at, part in enumerate(getattr(cache, "caches", ()))
+        ]
+        same = [place for place, cache in every if _kind(cache) == _kind(wanted)]
+        alike = [place for place, cache in every if _counts(cache) and _counts(wanted)]
+        return next(iter([*same, *alike]), ())
 
 
 _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
@@ -165,6 +173,7 @@ class _ForwardTrace:
     def __init__(self, caches: list[Any]) -> None:
         self.caches = caches
         self.facts: dict[int, LayerTrace] = {}
+        self.untold: set[int] = set()  # layers with a further result that is None
         self._marks: dict[str, mx.array] = {}  # the zeros, by "layer:number"; the embedding's layer is -1
 
     def mark(self, like: mx.array, at: int) -> mx.array:
@@ -204,8 +213,12 @@ class _ForwardTrace:
         needs = self.sources(out) | sharing
         if at and (self.sources(x) != {at - 1} or self.graph(x).count("rectangle") > 1):
             needs |= self.sources(x)  # the input is not just the previous layer's result
+        if at - 1 in self.untold and any(part is None for part in parts):
+            needs.add(at - 1)  # numbers after more tokens, perhaps
+        if isinstance(out, tuple) and any(part is None for part in _parts(list(out[1:]))):
+            self.untold.add(at)
         like = next(iter(self.facts.values())).hidden if self.facts else hidden
-        if hidden.shape != (*self.ROWS, like.shape[-1]) or hidden.dtype != like.dtype:
+        if hidden.shape != (*self.ROWS, *like.shape[2:]) or hidden.dtype != like.dtype or hidden.ndim > 4:
             raise _uncut(f"layer {at} returns other hidden states than a row of numbers for each token")
         if max(needs, default=at) > at:
             raise _uncut(f"layer {at} runs after layer {max(needs)}")
@@ -221,7 +234,39 @@ class _ForwardTrace:
 
 def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
     """Trace each layer. Raises ModelError (MODEL_UNSUPPORTED) that says why the model cannot be cut."""
-    layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(deepcopy(list(empty)))
+    layers = list(model.layers)
+    trace, logits = _traced(model, deepcopy(list(empty)))
+    picked = max([getattr(part, "index_topk", 0) for part in model.modules()])
+    if trace.untold and picked:  # layers pick tokens, and tell the next which, once there are more of them
+        trace, logits = _traced(model, _filled(model, empty, picked + 1))
+    if len(trace.facts) < len(layers):
+        raise _uncut("not all of its layers are called")
+    *others, last = [trace.facts[at] for at in range(len(layers))]
+    needs = {*last.needs, *(max(at, 0) for at in trace.sources(logits))} - {len(others)}
+    found = [*others, replace(last, needs=tuple(sorted(needs)))]
+    if 0 < len(others) == len(border_rules(found, empty)[0]):
+        raise _uncut("each layer reads more of those before it than hidden states")
+    if any(layer.counted for layer in found) and not any(map(counts_positions, empty)):
+        raise _uncut("its layers are given positions, which none of its caches counts")
+    return found
+
+
+def _filled(model: Any, empty: Sequence[Any], tokens: int) -> list[Any]:
+    """Return caches of so many tokens, without their numbers."""
+    caches = deepcopy(list(empty))
+    with uncounted():
+        model(mx.zeros((_ForwardTrace.ROWS[0], tokens), dtype=mx.int32), cache=caches)
+    for cache in [part for each in caches for part in getattr(each, "caches", (each,))]:
+        vars(cache).update(tree_map(_hollow, vars(cache)))
+    return caches
+
+
+def _hollow(value: Any) -> Any:
+    return mx.zeros(value.shape, dtype=value.dtype) if isinstance(value, mx.array) else value
+
+
+def _traced(model: Any, caches: list[Any]) -> tuple[_ForwardTrace, mx.array]:
+    layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(caches)
     kinds = [(module, type(module)) for module in [*embeddings, *layers]]
     try:
         for module in embeddings:
@@ -233,16 +278,7 @@ def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
     finally:
         for module, kind in reversed(kinds):
             module.__class__ = kind
-    if len(trace.facts) < len(layers):
-        raise _uncut("not all of its layers are called")
-    *others, last = [trace.facts[at] for at in range(len(layers))]
-    needs = {*last.needs, *(max(at, 0) for at in trace.sources(logits))} - {len(others)}
-    found = [*others, replace(last, needs=tuple(sorted(needs)))]
-    if 0 < len(others) == len(border_rules(found, empty)[0]):
-        raise _uncut("each layer reads more of those before it than hidden states")
-    if any(layer.counted for layer in found) and not any(map(counts_positions, empty)):
-        raise _uncut("its layers are given positions, which none of its caches counts")
-    return found
+    return trace, logits
 
 
 def border_rules(
@@ -294,6 +330,10 @@ def embeddings_of(model: Any) -> list[Any]:
         return next(module for module in around if layers.isdisjoint(map(id, module.modules())))
 
     return [whole(path) for path in modules if path.rpartition(".")[2] in EMBEDDINGS]
+
+
+def _zeros(width: int, dtype: mx.Dtype) -> Callable[..., mx.array]:
+    return lambda _module, tokens, **_: mx.zeros((*tokens.shape, width), dtype=dtype)
 
 
 def _empty_out(module: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, cast
@@ -15,6 +14,7 @@ from mlx.utils import tree_unflatten
 
 from ..errors import Code, ModelError
 from ..model_config import Config, family
+from ..model_sources import MLX_VLM, lack, source_of
 from .families import DIVIDE, dimensions_of, divide_layers
 from .group import Group
 from .sampler import joined_scores, scores_of_share
@@ -43,8 +43,8 @@ def family_of(config: Config) -> str:
         detail = "config.json names no model_type, so the model's family is unknown"
         raise ModelError(detail, Code.MODEL_INVALID)
     found = family(config)
-    if not found.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{found}") is None:
-        raise ModelError(f"mlx-lm has no model family {name!r}", Code.MODEL_UNSUPPORTED)
+    if why := lack(name, found):
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
     return found
 
 
@@ -56,7 +56,7 @@ def check_shardable(config: Config, world_size: int) -> None:
 
 
 def is_divided(family: str) -> bool:
-    if family in DIVIDE:
+    if family in DIVIDE or source_of(family) == MLX_VLM:  # its layers decide
         return True
     try:
         module: Any = importlib.import_module(f"mlx_lm.models.{family}")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from ..model_files import (
     tokenizer_settings,
     weight_sizes,
 )
+from ..model_sources import lack
 from ..placement.model_shape import DescribedModel, ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
@@ -297,8 +296,7 @@ def check_servable(config: Config, vectors: VectorModel | None = None) -> None:
     if not isinstance(family, str):
         raise ModelError("config.json names no model_type, so the model's family is unknown")
     code = family_of(config)
-    if not code.isidentifier() or code not in _families():
-        why = f"mlx-lm has no model family {family!r}"
+    if why := lack(family, code):
         if code in ENCODERS:
             why += f", an encoder; serve an embedding model that is a decoder, {SUITABLE}"
         raise ModelError(why, Code.MODEL_UNSUPPORTED)
@@ -328,16 +326,6 @@ def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
     except (OSError, ValueError) as error:
         raise ModelError(f"its tokenizer_config.json cannot be read: {error}") from None
     return config
-
-
-@cache
-def _families() -> frozenset[str]:
-    """Return mlx-lm's model families by its file names, because an import would load MLX."""
-    mlx_lm = importlib.util.find_spec("mlx_lm")
-    assert mlx_lm is not None
-    assert mlx_lm.submodule_search_locations
-    models = Path(mlx_lm.submodule_search_locations[0]) / "models"
-    return frozenset(path.stem for path in models.glob("*.py"))
 
 
 def models_here() -> list[dict[str, Any]]:

@@ -36,6 +36,11 @@ _NAMES = {
         "chunks of tokens",
         "what is before a chunk cannot come back, nor can mlx-lm join such caches",
     ),
+    **dict.fromkeys(
+        ("HyV4KVCache", "QSAKVCache"),
+        ("keys with an index", "an index of keys is not cut, and some know one row alone"),
+    ),
+    "PoolingCache": ("groups of tokens", "closed groups cannot be opened"),
     "ArraysCache": ("recurrent states", "mlxtp cannot roll these states back"),
     "RotatingKVCache": (
         "windows of tokens",

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlxtp.config import embedded_model_path
+from mlxtp.engine.vlm_models import classes_of, is_of_vlm
 
 CONFIG: Mapping[str, Any] = {
     "model_type": "llama",
@@ -65,7 +66,7 @@ def write_model(
     for name in TOKENIZER_FILES:
         shutil.copy(embedded_model_path() / name, folder / name)
     mx.random.seed(seed)
-    model_class, arguments_class = _get_classes(config)
+    model_class, arguments_class = (classes_of if is_of_vlm(config) else _get_classes)(config)
     model = model_class(arguments_class.from_dict(config))
     # Large enough for one token to stand out, so that rounding changes no answer.
     parameters = dict(tree_flatten(model.parameters()))

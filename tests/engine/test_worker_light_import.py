@@ -51,7 +51,7 @@ print(PreTrainedTokenizer.from_pretrained.__name__, snapshot_download.__name__, 
 """
     said, found = run(code).splitlines()
     assert said == "a rank used huggingface_hub.snapshot_download, which only agents load"
-    assert "_Absent" not in found
+    assert "Absent" not in found
 
 
 def test_an_mlx_lm_that_needs_more_is_imported_as_a_whole() -> None:

@@ -31,29 +31,29 @@ MOST_POSITIONAL = 5  # parameters that may be given without their names
 LEFT: Mapping[str, int] = {
     "large classes": 0,
     "names of methods": 0,
-    "files": 249,
+    "files": 251,
     "classes with many public methods": 9,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
     "functions of an object of a class beside them": 69,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_948,
+    "": 3_992,
     "admin": 1_714,
-    "api": 12_293,
+    "api": 12_291,
     "cli": 5_421,
     "cluster": 4_558,
     "diagnostics": 2_261,
     "discovery": 972,
-    "engine": 12_156,
+    "engine": 12_544,
     "gateway": 1_791,
-    "groups": 5_897,
+    "groups": 5_889,
     "identity": 1_222,
-    "models": 3_298,
-    "placement": 4_125,
+    "models": 3_286,
+    "placement": 4_130,
     "service": 611,
     "text": 5_345,
-    "wire": 4_183,
+    "wire": 4_173,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why.
 
@@ -268,6 +268,7 @@ CALLED_BY_OTHERS = frozenset(
         "capture_signals", "_should_upgrade",  # uvicorn's server
         "on_broken_pipe",  # rich's console
         "seekable",  # a file for safetensors
+        "exec_module",  # Python's imports
         "keys_and_values", "make_mask", "update_and_fetch",  # mlx-lm's models, of a cache
     }
 )  # fmt: skip

@@ -47,7 +47,9 @@ def test_every_dependency_is_pinned_to_a_version_that_will_do() -> None:
     pins = dict(line.split(";")[0].strip().split("==") for line in lines if "==" in line)
     pinned = {re.sub(r"[-_.]+", "-", name).lower(): Version(version) for name, version in pins.items()}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = names_of([*PROJECT["project"]["dependencies"], *extras["dev"], *extras["browser"]])
+    wanted = names_of(
+        [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["browser"], *extras["vision"]]
+    )
     assert len(wanted) > 25
     for each in wanted:
         name = re.sub(r"[-_.]+", "-", each.name).lower()
@@ -74,7 +76,7 @@ def test_all_installed_extras_come_with_their_hashes() -> None:
     """But what trains the embedded model: its packages are pinned nowhere."""
     text, extras = (ROOT / "hashes.txt").read_text(), PROJECT["project"]["optional-dependencies"]
     here = {name_of(each.metadata["Name"]) for each in importlib.metadata.distributions()}
-    for names in ([], ["dev"], ["dev", "browser"], ["examples"]):
+    for names in ([], ["dev"], ["dev", "browser"], ["examples"], ["vision"]):
         asked = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
         asked += [each for name in names for each in extras[name]]
         wanted = set(map(name_of, asked))

@@ -191,9 +191,10 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         "short_names": "",
         "verbs": "errors settings values",
         "model_config": "errors",
+        "model_sources": "model_config",
         "engine": (
-            "admission_counter chunks description errors free_memory model_config model_files vector_files "
-            "wire"
+            "admission_counter chunks description errors free_memory model_config model_files model_sources "
+            "vector_files wire"
         ),
         "placement": "chunks description errors free_memory model_config wire",
         "discovery": "background",
@@ -205,7 +206,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         "cluster": "audit background config discovery errors identity imports placement settings wire",
         "models": (
             "api background cluster config description errors identity model_config model_files "
-            "placement short_names text vector_files wire"
+            "model_sources placement short_names text vector_files wire"
         ),
         "gateway": "api errors models text wire",
         "diagnostics": "api cluster config discovery errors gateway identity imports placement wire",
